@@ -23,12 +23,14 @@ from refimpl.layout import PackedLayout
 from refimpl.lse import lse_from, lse_to, merge_partials
 from refimpl.mask import AttentionMask
 from refimpl.metadata import (
+    PaddedForm,
     RankMetadata,
     SequsedForm,
     SlicedForm,
     StepMetadata,
     from_seqused,
     rank_metadata,
+    to_padded,
     to_seqused,
     to_sliced,
 )
@@ -52,6 +54,7 @@ __all__ = [
     "Collectives",
     "MpiCollectives",
     "PackedLayout",
+    "PaddedForm",
     "Padding",
     "Policy",
     "RankMetadata",
@@ -80,6 +83,7 @@ __all__ = [
     "rank_metadata",
     "run_context_parallel",
     "run_ranks",
+    "to_padded",
     "to_seqused",
     "to_sliced",
     "unpartition",

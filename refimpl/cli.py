@@ -35,8 +35,8 @@ Work = Callable[[MpiCollectives | None], int]
 DISAGREES = 1
 REFUSED = 2
 INTERRUPTED = 130
-DEFAULT_HEADS = ((4, 4), (4, 2), (4, 1))
-TABLE_WIDTH = 130
+DEFAULT_HEADS = ((2, 2), (4, 2), (2, 1))
+TABLE_WIDTH = 140
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -121,8 +121,8 @@ def _policies(text: str) -> tuple[Policy, ...]:
 def _head_layouts(heads: int | None, kv_heads: int | None) -> tuple[tuple[int, int], ...]:
     if heads is None and kv_heads is None:
         return DEFAULT_HEADS
-    q_heads = heads if heads is not None else max(4, kv_heads or 0)
-    k_heads = kv_heads if kv_heads is not None else q_heads
+    q_heads = heads or kv_heads or 1
+    k_heads = kv_heads or q_heads
     if q_heads % k_heads:
         raise SpecError("heads", f"{q_heads} query heads are no multiple of {k_heads} K/V heads")
     return ((q_heads, k_heads),)
@@ -140,7 +140,9 @@ def _masks(window: str | None, tokens: int) -> tuple[AttentionMask, ...]:
 @click.option("--policy", default="all", show_default=True, help="all, environment, or policies separated by commas.")
 @click.option("--cp-size", type=int, help="Ranks in this process, 4 by default; under mpirun its ranks are used.")
 @click.option("--lengths", help="Document lengths: a JSON file, a list such as 100,200,0, or a set's name.")
-@click.option("--heads", type=click.IntRange(1, 256), help="Query heads.  [default: 4 with 4, 2 and 1 K/V heads]")
+@click.option(
+    "--heads", type=click.IntRange(1, 256), help="Query heads; 2:2, 4:2 and 2:1 query to K/V heads by default."
+)
 @click.option("--kv-heads", type=click.IntRange(1, 256), help="K/V heads; those of the queries by default.")
 @click.option("--head-dim", type=click.IntRange(1, 1024), default=32, show_default=True)
 @click.option("--dtype", default="float64,float32,float16", show_default=True, help="Also bfloat16, with ml_dtypes.")

@@ -31,6 +31,9 @@ TIMEOUT_SECONDS = 300.0
 """How long a collective waits for a rank that neither fails nor arrives."""
 
 
+_MATCH_MPI = "set MPIEXEC to the launcher of mpi4py's MPI, or install mpi4py for yours"
+
+
 class AgreedError(SpecError):
     """A SpecError that every rank of the group raises, in the same words: one of them should print it."""
 
@@ -108,21 +111,40 @@ def _sum_in_rank_order(parts: Array) -> Array:
 
 
 class _Meeting:
-    """What the threads of one in-process group share: a place for each rank, and a barrier."""
+    """What the threads of one in-process group share: a place for each rank, filled anew in every round."""
 
     def __init__(self, size: int, timeout: float) -> None:
-        self.places: list[Any] = [None] * size
-        self.barrier = threading.Barrier(size, timeout=timeout)
+        self._timeout = timeout
+        self._changed = threading.Condition()
+        self._arrived: dict[int, Any] = {}
+        self._round = 0
+        self._values: list[Any] = []
+        self._absence: str | None = None
+        self._size = size
 
     def exchange(self, rank: int, value: Any) -> list[Any]:
-        try:
-            self.places[rank] = value
-            self.barrier.wait()
-            values = list(self.places)
-            self.barrier.wait()  # nobody writes for the next exchange before all have read this one
-        except threading.BrokenBarrierError:
-            raise SpecError("rank_failed", f"rank {rank} stops: another rank failed or never arrived") from None
-        return values
+        """Every rank's value, in rank order, once all have come. A complete round stays so, whatever follows."""
+        with self._changed:
+            this_round = self._round
+            self._arrived[rank] = value
+            if len(self._arrived) == self._size:
+                self._values = [self._arrived[r] for r in range(self._size)]
+                self._arrived = {}
+                self._round += 1
+                self._changed.notify_all()
+            else:
+                self._changed.wait_for(lambda: self._round > this_round or self._absence is not None, self._timeout)
+            if self._round == this_round:
+                self._absence = self._absence or f"a rank has not arrived for {self._timeout:g} s"
+                self._changed.notify_all()
+                raise SpecError("rank_failed", f"rank {rank} stops: {self._absence}")
+            return self._values  # the next round cannot be complete, and replace them, before this rank is in it
+
+    def leave(self, rank: int, error: BaseException | None) -> None:
+        """Let nobody wait for a rank that will not come again."""
+        with self._changed:
+            self._absence = self._absence or f"rank {rank} has {'returned' if error is None else 'failed'}"
+            self._changed.notify_all()
 
 
 class InProcessCollectives:
@@ -151,16 +173,20 @@ class InProcessCollectives:
 def run_ranks(size: int, function: Callable[[Collectives], Result], timeout: float = TIMEOUT_SECONDS) -> list[Result]:
     """Run `function` on every rank of an in-process group, one thread each; the results in rank order.
 
-    If a rank raises, the others stop at their next collective and the first rank's own error is raised here. [C4]
+    If a rank raises, the others stop at their next collective and the first rank's own error is raised here.
+    A rank that returns while others wait for it stops them too. [C4]
     """
     meeting = _Meeting(size, timeout)
 
     def run(rank: int) -> Result:
+        error: BaseException | None = None
         try:
             return function(InProcessCollectives(meeting, rank, size))
-        except BaseException:
-            meeting.barrier.abort()
+        except BaseException as raised:
+            error = raised
             raise
+        finally:
+            meeting.leave(rank, error)
 
     with ThreadPoolExecutor(size, thread_name_prefix="rank") as pool:
         futures = [pool.submit(run, rank) for rank in range(size)]
@@ -198,7 +224,7 @@ class MpiCollectives:
             raise SpecError(
                 "rank_failed",
                 f"the launcher started {told[1]} ranks but MPI sees {self.size}: mpi4py loads another MPI than the "
-                f"launcher's; set MPIEXEC to the launcher of mpi4py's MPI, or install mpi4py for yours",
+                f"launcher's; {_MATCH_MPI}",
             )
         if self.size > 1:
             self._end_all_on_uncaught()
@@ -228,7 +254,12 @@ class MpiCollectives:
         _judge([row[:length].tobytes().decode() for row, length in zip(statements, lengths, strict=True)])
 
     def abort(self, error: BaseException, status: int = 1) -> None:
-        """End every rank of the job with one line that names this rank and its error. [C4]"""
+        """End every rank of the job with one line that names this rank and its error. [C4]
+
+        Ranks that fail together, as when all have waited for the same late one, come here one after the other, so that
+        the first to speak ends the rest.
+        """
+        time.sleep(min(0.5 * self.rank, 4.0))
         say(f"rank {self.rank}: {describe(error)}")
         self._comm.Abort(status)
 
@@ -284,7 +315,11 @@ def launched() -> tuple[int, int] | None:
 
 
 def _import_mpi() -> Any:
+    """mpi4py's MPI, initialised; a launcher that it cannot work with is found out before MPI_Init ends the process."""
     try:
+        import mpi4py
+
+        mpi4py.rc.initialize, mpi4py.rc.finalize = False, True  # at exit
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         reason = " ".join(str(error).split())
@@ -293,4 +328,9 @@ def _import_mpi() -> Any:
             f"MPI ranks need mpi4py and an MPI library: pip install 'thdcp[mpi]', and 'thdcp[mpich]' on a machine "
             f"without MPI ({reason})",
         ) from error
+    if not MPI.Is_initialized():
+        library = MPI.get_vendor()[0]
+        if "OMPI_COMM_WORLD_SIZE" in os.environ and library != "Open MPI":
+            raise SpecError("rank_failed", f"the launcher is Open MPI's but mpi4py loads {library}; {_MATCH_MPI}")
+        MPI.Init_thread()
     return MPI

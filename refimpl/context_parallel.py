@@ -108,7 +108,7 @@ def context_parallel_forward(
         SpecError: on every rank alike, before any tensor is exchanged, when a rank refuses its inputs (any code of
             `check_attention_inputs`, `rank_metadata` and the layout) or ranks differ (ranks_disagree).
 
-    [C1] [C3] [C5] [A3] [A4] [A5]
+    [C1] [C3] [C5] [C6] [A3] [A4] [A5]
     """
 
     def facts() -> Mapping[str, str]:
@@ -120,7 +120,7 @@ def context_parallel_forward(
             "operation": "forward",
             "policy": str(as_policy(policy)),
             "layout": describe_layout(layout),
-            "mask": str(mask),
+            "mask": f"left {mask.left}, right {mask.right}",
             "softmax_scale": repr(scale),
             **{name: f"{x.dtype}{list(x.shape)}" for name, x in (("q", q), ("k", k), ("v", v))},
         }
@@ -163,7 +163,7 @@ def context_parallel_backward(
             "operation": "backward",
             "policy": str(saved.policy),
             "layout": describe_layout(saved.layout),
-            "mask": str(saved.mask),
+            "mask": f"left {saved.mask.left}, right {saved.mask.right}",
             "dout": f"{dout.dtype}{list(dout.shape)}",
         }
 

@@ -28,6 +28,7 @@ CODES: dict[str, str] = {
     "shape": "a tensor has the wrong shape",
     "dtype": "a tensor has a dtype that attention does not take",
     "heads": "the number of query heads is no multiple of the number of K/V heads",
+    "lse": "a log-sum-exp holds +inf, which no sum of exponentials of finite scores has",
     "softmax_scale": "the softmax scale is not a finite number",
     "ranks_disagree": "ranks were given different layouts, policies, masks, shapes or dtypes",
     "rank_failed": "another rank failed, or never arrived",

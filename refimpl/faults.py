@@ -23,7 +23,7 @@ FAULTS = {
     "skipped-reduce": "one rank keeps its own contribution to dK and dV and adds nobody else's",
     "all-zeros": "every rank returns zeros, so that comparing ranks with each other finds nothing",
     "leaked-document": "one rank lets each of its documents see the document before",
-    "swapped-chunks": "one rank takes the first two ranks' gathered K and V for each other",
+    "swapped-chunks": "one rank takes its own gathered K and V and the next rank's for each other",
 }
 
 
@@ -121,4 +121,6 @@ class _SkippedReduce(_Wrapped):
 class _SwappedChunks(_Wrapped):
     def all_gather(self, x: Array) -> Array:
         gathered = self.group.all_gather(x)
-        return gathered[[1, 0, *range(2, self.size)]] if self.size > 1 else gathered
+        pair = [self.rank, (self.rank + 1) % self.size]
+        gathered[pair] = gathered[pair[::-1]]
+        return gathered

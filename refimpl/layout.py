@@ -22,6 +22,8 @@ from numpy.typing import NDArray
 from refimpl.errors import SpecError
 
 IntArray = NDArray[np.int64]
+MAX_ROWS = 1 << 62
+"""Rows and offsets stay below this, so that no sum of two of them overflows int64."""
 IntVectorLike = Any
 """A list, a NumPy array, or any host object with `__array__` or `__dlpack__`, of int32 or int64."""
 
@@ -69,6 +71,8 @@ class PackedLayout:
                 f"total_tokens is {total} but the last physical offset is {last}: "
                 f"a buffer holds at least the rows its documents own",
             )
+        if total >= MAX_ROWS:
+            raise SpecError("total_tokens", f"total_tokens is {total}: expected less than 2**62")
         object.__setattr__(self, "cu_seqlens", real)
         object.__setattr__(self, "cu_seqlens_padded", physical)
         object.__setattr__(self, "total_tokens", total)
@@ -179,7 +183,7 @@ class PackedLayout:
 
     @property
     def has_padding(self) -> bool:
-        """Whether any row of the buffer holds no real token; decided by value."""
+        """Whether any row of the buffer holds no real token; by value, not by identity of arrays. [L10]"""
         return int(self.cu_seqlens[-1]) != self.total_tokens
 
     @cached_property
@@ -243,6 +247,8 @@ def checked_vector(values: IntVectorLike, name: str) -> IntArray:
     """A read-only int64 copy of a vector of int32 or int64 from anywhere on the host. [L2]"""
     if isinstance(values, list | tuple):
         for i, value in enumerate(values):
+            if np.ndim(value) > 0:
+                raise SpecError("offsets_shape", f"{name}[{i}] is a sequence itself: expected one dimension")
             checked_int(value, f"{name}[{i}]", "offsets_type")
         values = np.array(values, dtype=object if _overflows(values) else np.int64)
     elif not isinstance(values, np.ndarray):
@@ -279,7 +285,7 @@ def checked_lengths(values: IntVectorLike, name: str) -> IntArray:
     if len(negative):
         i = int(negative[0])
         raise SpecError("lengths", f"{name}[{i}] is {lengths[i]}: a document has 0 or more tokens")
-    if len(lengths) and float(lengths.sum(dtype=np.float64)) >= 2.0**62:
+    if float(lengths.sum(dtype=np.float64)) >= MAX_ROWS:
         raise SpecError("lengths", f"{name} sum to more than 2**62 tokens")
     return lengths
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from refimpl.attention import is_float
 from refimpl.errors import SpecError
 
 Array = NDArray[Any]
@@ -30,7 +31,7 @@ def merge_partials(outs: Sequence[Any], lses: Sequence[Any]) -> tuple[Array, Arr
         out [Tq, H, Dv] and lse [H, Tq], in float32 or the widest dtype among the inputs, if wider.
 
     Raises:
-        SpecError: shape, also when there is no part or an lse is +inf (see `lse_from`). [A7]
+        SpecError: shape, also when there is no part; lse when one is +inf (see `lse_from`). [A7]
     """
     if len(outs) == 0 or len(outs) != len(lses):
         raise SpecError("shape", f"{len(outs)} outs and {len(lses)} lses: expected one lse for each out, one or more")
@@ -46,7 +47,7 @@ def merge_partials(outs: Sequence[Any], lses: Sequence[Any]) -> tuple[Array, Arr
             )
         if np.isposinf(weight).any():
             raise SpecError(
-                "shape", f"lses[{i}] holds +inf: if it marks rows without keys, convert it with lse_from(empty=inf)"
+                "lse", f"lses[{i}] holds +inf: if it marks rows without keys, convert it with lse_from(empty=inf)"
             )
     lse_parts = np.stack(weights)
     largest = lse_parts.max(axis=0)
@@ -73,15 +74,22 @@ def lse_to(lse: Any, *, base: float = np.e, empty: float = -np.inf, heads_last: 
 
     [A6]
     """
-    lse = np.asarray(lse)
+    lse = _floats(lse)
     converted = np.where(np.isneginf(lse), empty, lse / np.log(base)).astype(lse.dtype)
     return converted.T.copy() if heads_last else converted
 
 
 def lse_from(lse: Any, *, base: float = np.e, empty: float = -np.inf, heads_last: bool = False) -> Array:
     """Read an lse of another convention: the inverse of `lse_to`. [A6]"""
-    lse = np.asarray(lse)
+    lse = _floats(lse)
     is_empty = np.isnan(lse) if np.isnan(empty) else lse == empty
     with np.errstate(invalid="ignore", over="ignore"):
         natural = np.where(is_empty, -np.inf, lse * np.log(base)).astype(lse.dtype)
     return natural.T.copy() if heads_last else natural
+
+
+def _floats(lse: Any) -> Array:
+    floats: Array = np.asarray(lse)
+    if not is_float(floats.dtype):
+        raise SpecError("dtype", f"lse has dtype {floats.dtype}: expected a float dtype")
+    return floats

@@ -8,8 +8,8 @@ For document d, with physical start s, real length n, and the step's window [a, 
     local queries     [clip(s, a, b), clip(s + n, a, b))            physical rows; padding never queries
     visible keys      min(n, max(0, b - s + right))                 from the document's first; n when right = -1
     storage           cumsum(b - a)                                 where the window lies in the step's query buffer
-    first query       clip(s, a, b) - s                             its position; equals visible keys - local queries
-                                                                    when right = 0: alignment to the bottom right
+    first query       clip(s, a, b) - s                             its position; where there are queries and right = 0,
+                                                                    visible keys - local queries: the bottom right
 """
 
 from dataclasses import dataclass
@@ -125,14 +125,6 @@ class StepMetadata:
             return self.seqlens_kv - self.seqlens_q
         return self.first_query.astype(np.int64)
 
-    @property
-    def has_padding(self) -> bool:
-        """Whether queries or keys are stored with gaps; decided by value, never by the identity of the arrays."""
-        return not (
-            np.array_equal(self.cu_seqlens_q, self.cu_seqlens_q_padded)
-            and np.array_equal(self.cu_seqlens_kv, self.cu_seqlens_kv_padded)
-        )
-
 
 @dataclass(frozen=True, eq=False)
 class RankMetadata:
@@ -236,6 +228,26 @@ def _int32(values: IntArray, name: str) -> Int32Array:
     result = values.astype(np.int32)
     result.flags.writeable = False
     return result
+
+
+@dataclass(frozen=True, eq=False)
+class PaddedForm:
+    """Cumulative lengths beside storage offsets: what Transformer Engine and cuDNN take; all int32 [n + 1]. [R9]"""
+
+    cu_seqlens_q: Int32Array
+    cu_seqlens_kv: Int32Array
+    cu_seqlens_q_padded: Int32Array
+    cu_seqlens_kv_padded: Int32Array
+
+
+def to_padded(step: StepMetadata) -> PaddedForm:
+    """The step as (cu_seqlens, cu_seqlens_padded). [R9]
+
+    Raises:
+        SpecError: mask, when the step is not aligned to the bottom right, which this form cannot say.
+    """
+    check_bottom_right(step)
+    return PaddedForm(step.cu_seqlens_q, step.cu_seqlens_kv, step.cu_seqlens_q_padded, step.cu_seqlens_kv_padded)
 
 
 @dataclass(frozen=True, eq=False)

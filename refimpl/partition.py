@@ -90,8 +90,8 @@ def step_windows(layout: PackedLayout, policy: Policy | str, cp_size: int, cp_ra
 
     [P1] [P2] [P3] [P4] [P5]
     """
-    check_ranks(cp_size, cp_rank)
     check_divisible(layout, policy, cp_size)
+    check_ranks(cp_size, cp_rank)
     cut = _CUTS[as_policy(policy)]
     take = _document_chunk if cut.per_document else _buffer_chunk
     chunks = cut.chunks_per_rank * cp_size
@@ -219,6 +219,7 @@ def inverse_indices(layout: PackedLayout, policy: Policy | str, cp_size: int) ->
 
     `concatenate(shards)[inverse_indices(...)]` is the buffer in sequence order. [P7]
     """
+    check_divisible(layout, policy, cp_size)
     inverse = np.empty(layout.total_tokens, np.int64)
     rows = layout.total_tokens // cp_size
     for rank in range(cp_size):
@@ -239,6 +240,7 @@ def partition(x: Any, layout: PackedLayout, policy: Policy | str, cp_size: int, 
     Raises:
         SpecError: shape, and those of `partition_indices`. [P1]
     """
+    check_divisible(layout, policy, cp_size)
     x = np.asarray(x)
     _check_axis(x, layout.total_tokens, axis, "x", "total_tokens")
     return [x.take(partition_indices(layout, policy, cp_size, rank), axis=axis) for rank in range(cp_size)]
@@ -251,7 +253,6 @@ def unpartition(shards: Sequence[Any], layout: PackedLayout, policy: Policy | st
         SpecError: shape, dtype (shards that differ), and those of `partition_indices`. [P7]
     """
     arrays = [np.asarray(shard) for shard in shards]
-    check_ranks(len(arrays))
     check_divisible(layout, policy, len(arrays))
     rows = layout.total_tokens // len(arrays)
     for rank, shard in enumerate(arrays):
@@ -315,7 +316,8 @@ def pad_rows(x: Any, layout: PackedLayout, padded: PackedLayout, fill: Any) -> A
     """Move the real tokens of `layout` to where `padded` has them, and `fill` all other rows.
 
     The two layouts describe the same documents with different padding (documents of no tokens do not count); `padded`
-    usually comes from `padded_for` or `from_lengths(multiple_of=...)`. Works for ids (fill 0), labels (fill -100) and tensors alike.
+    usually comes from `padded_for` or `from_lengths(multiple_of=...)`. Works for ids (fill 0), labels (fill -100) and
+    tensors alike.
 
     Args:
         x: [T, ...] in the order of `layout`.

@@ -76,10 +76,17 @@ def as_json(results: Sequence[CaseResult], plan: Plan, cp_size: int) -> str:
                 "python": platform.python_version(),
                 "numpy": np.__version__,
             },
-            "cases": [{**asdict(result), "agrees": result.agrees} for result in results],
+            "cases": [{**_plain(result), "agrees": result.agrees} for result in results],
         },
         indent=1,
-    ).replace("Infinity", '"inf"')
+        allow_nan=False,
+    )
+
+
+def _plain(result: CaseResult) -> dict[str, object]:
+    """A result as JSON can hold it, which knows no infinity."""
+    errors = {name: error if np.isfinite(error) else "inf" for name, error in result.errors.items()}
+    return {**asdict(result), "errors": errors}
 
 
 def as_junit(results: Sequence[CaseResult]) -> bytes:

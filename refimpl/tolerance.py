@@ -61,11 +61,13 @@ class Tolerance:
     def of(cls, dtype: np.dtype[Any], yardstick: float, largest: float) -> "Tolerance":
         """From the yardstick's error and the largest expected value of an output.
 
-        The absolute term is one rounding of that value (or of 1, if larger): 2**-8 of it in bfloat16.
+        The absolute term, relative to that value (or to 1, if larger), is one rounding of the result, 2**-8 in
+        bfloat16, and 8 * 2**-23 for scores of the order of 10 that accumulate in float32, whatever the dtype.
         """
         if dtype == np.float64:
             return cls(0.0, FLOAT64_BOUND * max(1.0, largest))
-        return cls(yardstick, epsilon(dtype) / 2 * max(1.0, largest))
+        relative = epsilon(dtype) / 2 + 8 * epsilon(np.dtype(np.float32))
+        return cls(yardstick, relative * max(1.0, largest))
 
     @property
     def bound(self) -> float:
