@@ -3,7 +3,7 @@
 Defines `attention_forward` and `attention_backward`, which see the whole buffer and decide everything from
 `(document, position)`, and `varlen_attention_forward` and `varlen_attention_backward`, which see what one rank sees:
 its queries, the gathered K/V, and a `StepMetadata`. Both lead to the same dense formulas for one block of rows and one
-head, `_forward_block` and `_backward_block`; they are written to be read, not to be fast (`tiled` is fast).
+head, `forward_block` and `backward_block`; they are written to be read, not to be fast (`tiled` is fast).
 
 For one query i, with s_ij = softmax_scale * q_i . k_j over its visible keys j (Vaswani et al. 2017, section 3.2.1):
 
@@ -161,7 +161,7 @@ def _forward(q: Any, k: Any, v: Any, blocks: Iterator[Block], scale: float) -> t
     for block in blocks:
         for h in range(heads):
             g = h // (heads // k.shape[1])
-            out[block.queries, h], lse[h, block.queries] = _forward_block(
+            out[block.queries, h], lse[h, block.queries] = forward_block(
                 _float64(q[block.queries, h]),
                 _float64(k[block.keys, g]),
                 _float64(v[block.keys, g]),
@@ -180,7 +180,7 @@ def _backward(
     for block in blocks:
         for h in range(heads):
             g = h // (heads // k.shape[1])
-            dq_block, dk_block, dv_block = _backward_block(
+            dq_block, dk_block, dv_block = backward_block(
                 _float64(dout[block.queries, h]),
                 _float64(q[block.queries, h]),
                 _float64(k[block.keys, g]),
@@ -196,7 +196,7 @@ def _backward(
     return dq, dk, dv
 
 
-def _forward_block(
+def forward_block(
     q: Float64Array, k: Float64Array, v: Float64Array, visible: NDArray[np.bool_], scale: float
 ) -> tuple[Float64Array, Float64Array]:
     """out [Lq, Dv] and lse [Lq] of one head: q [Lq, Dqk], k [Lk, Dqk], v [Lk, Dv], visible [Lq, Lk]. [A3] [A4]"""
@@ -211,7 +211,7 @@ def _forward_block(
     return out, lse
 
 
-def _backward_block(
+def backward_block(
     dout: Float64Array,
     q: Float64Array,
     k: Float64Array,

@@ -1,0 +1,168 @@
+"""What a conformance case is: a question with exactly one right answer.
+
+Defines `Case`, `Expected`, `Vector`, the operations and what each must answer, and the features that an implementation
+may declare to lack.
+
+An answer is a set of named arrays. Names are those of the table; a part for one rank ends in `.RANK`, a part for one
+attention step of it in `.RANK.STEP`, both counted from 0.
+
+    operation                 inputs beside the layout                  answer
+    positions                                                           positions, document_ids  int [T]
+    labels                    ids [T]                                   labels  int [T]
+    partition                 policy, cp_size                           indices.R  int [T/cp]
+    unpartition               policy, cp_size, x.R                      x [T, ...]
+    metadata                  policy, cp_size, mask                     cu_seqlens_q.R.S, cu_seqlens_q_padded.R.S,
+                                                                        cu_seqlens_kv.R.S, cu_seqlens_kv_padded.R.S
+                                                                        [n + 1]; max_seqlen_q.R.S, max_seqlen_kv.R.S
+    needed_rows               policy, cp_size, mask                     kv_rows.R  int: rows of K/V that the rank reads
+    mask                      mask                                      visible  bool [T, T], query by key
+    merge                     out.P, lse.P for parts P (no layout)      out, lse
+    attention_forward         mask, q, k, v                             out [T, Hq, Dv], lse [Hq, T]
+    attention_backward        mask, q, k, v, dout                       dq, dk, dv
+    context_parallel_forward  policy, cp_size, mask, q, k, v            out.R, lse.R
+    context_parallel_backward policy, cp_size, mask, q, k, v, dout      dq.R, dk.R, dv.R
+    refuse                    `call` and its arguments                  no arrays: the error's code
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from refimpl.layout import PackedLayout
+from refimpl.mask import AttentionMask
+from refimpl.partition import Policy
+
+Array = NDArray[Any]
+
+OPERATIONS = (
+    "positions",
+    "labels",
+    "partition",
+    "unpartition",
+    "metadata",
+    "needed_rows",
+    "mask",
+    "merge",
+    "attention_forward",
+    "attention_backward",
+    "context_parallel_forward",
+    "context_parallel_backward",
+    "refuse",
+)
+PER_RANK = ("partition", "metadata", "needed_rows", "context_parallel_forward", "context_parallel_backward")
+"""Operations whose answer has a part for every rank, which that rank of a real group can give by itself."""
+
+FEATURES = {
+    "positions": "position and document ids",
+    "labels": "next-token labels",
+    "partition": "the row indices of each rank",
+    "unpartition": "putting shards back into sequence order",
+    "metadata": "offsets for kernels",
+    "needed_rows": "the K/V rows that a rank reads",
+    "mask": "the visible keys of each row",
+    "merge": "merging partial results by their lse",
+    "attention": "attention of a whole buffer on one device",
+    "context_parallel": "attention over cp ranks",
+    "backward": "gradients",
+    "lse": "returning the log-sum-exp",
+    "refuse": "refusals with an error code",
+    "dual_chunk_swap": "that policy",
+    "packed_contiguous": "that policy",
+    "packed_dual_chunk_swap": "that policy",
+    "cp1": "a group of one rank",
+    "cp3": "three ranks, or another number that is no power of two",
+    "cp8": "eight ranks",
+    "non_causal": "attention without a causal mask",
+    "window": "a causal sliding window",
+    "right_window": "a window that is not causal",
+    "padding": "padding behind documents",
+    "tail_padding": "rows past the last offset",
+    "zero_length": "documents of no tokens",
+    "gqa": "fewer K/V heads than query heads",
+    "mqa": "a single K/V head",
+    "dv": "value heads of another size than key heads",
+    "scale": "a softmax scale that is not the default",
+    "poison": "NaN and infinity in padding rows",
+    "extreme": "scores far beyond the range of exp",
+    "strides": "inputs that are not contiguous, or broadcast",
+    "large_offsets": "offsets whose element index passes 2**31",
+}
+"""What a case may exercise. A declaration lists those that an implementation lacks: its skips are legal only there."""
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """One question.
+
+    - `id`: lower case, digits, hyphens; names the files.
+    - `why`: the reason that the case exists, in one sentence.
+    - `clauses`: ids of the spec that the answer witnesses. `features`: keys of FEATURES that it needs.
+    - `inputs`: integers and strings: cu_seqlens, cu_seqlens_padded, total_tokens, policy, cp_size, causal, window,
+      softmax_scale (None: the default), and what the operation adds.
+    - `tensors`: float inputs by name, exact in float32, float16 and bfloat16 (but for NaN and infinity in padding).
+    """
+
+    id: str
+    operation: str
+    why: str
+    clauses: tuple[str, ...]
+    features: tuple[str, ...]
+    inputs: dict[str, Any]
+    tensors: dict[str, Array] = field(default_factory=dict)
+
+    @property
+    def layout(self) -> PackedLayout:
+        """The layout that the inputs describe."""
+        return PackedLayout(
+            self.inputs["cu_seqlens"], self.inputs.get("cu_seqlens_padded"), self.inputs.get("total_tokens")
+        )
+
+    @property
+    def mask(self) -> AttentionMask:
+        """The mask that the inputs describe."""
+        return AttentionMask(self.inputs["causal"], tuple(self.inputs["window"]))
+
+    @property
+    def policy(self) -> Policy:
+        """The policy."""
+        return Policy(self.inputs["policy"])
+
+    @property
+    def cp_size(self) -> int:
+        """The number of ranks; 1 for operations without ranks."""
+        return int(self.inputs.get("cp_size", 1))
+
+    @property
+    def softmax_scale(self) -> float:
+        """The scale to use: the one given, else 1 / sqrt(Dqk)."""
+        given = self.inputs.get("softmax_scale")
+        return 1.0 / float(np.sqrt(self.tensors["q"].shape[2])) if given is None else float(given)
+
+
+@dataclass(frozen=True, eq=False)
+class Expected:
+    """The right answer: arrays (integers, bools or float64), or the code of the refusal.
+
+    `bounds`: for each float dtype that an implementation may compute in, the largest absolute error of each output
+    (by base name: out, lse, dq, dk, dv, x). Integers, bools, zeros of padding and -inf are exact.
+    """
+
+    arrays: dict[str, Array]
+    error: str | None = None
+    bounds: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Vector:
+    """A case, its right answer, and the mutants that fail it (by name, see `mutants`)."""
+
+    case: Case
+    expected: Expected
+    kills: tuple[str, ...] = ()
+
+
+def base_name(name: str) -> str:
+    """The output that an answer's array belongs to: `out` for out.3."""
+    return name.split(".", maxsplit=1)[0]
