@@ -279,9 +279,13 @@ def checked_scale(softmax_scale: float | None, head_dim: int) -> float:
         return 1.0 / float(np.sqrt(head_dim))
     if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, int | float | np.integer | np.floating):
         raise SpecError("softmax_scale", f"softmax_scale is {softmax_scale!r}: expected a number")
-    if not np.isfinite(softmax_scale):
-        raise SpecError("softmax_scale", f"softmax_scale is {softmax_scale}: expected a finite number")
-    return float(softmax_scale)
+    try:
+        scale = float(softmax_scale)
+    except OverflowError:
+        scale = float("inf")
+    if not np.isfinite(scale):
+        raise SpecError("softmax_scale", f"softmax_scale is {scale}: expected a finite number")
+    return scale
 
 
 def check_backward_inputs(dout: Any, q: Any, v: Any, out: Any, lse: Any) -> None:

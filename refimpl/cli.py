@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from refimpl.collectives import AgreedError, Collectives, MpiCollectives, describe, launched, run_ranks, say
+from refimpl.conformance.command import check
 from refimpl.cost import rank_cost
 from refimpl.environment import policy_from_environment
 from refimpl.errors import SpecError
@@ -97,6 +98,9 @@ def _agreed_work(group: MpiCollectives | None, arguments: Sequence[str] | None) 
 @click.version_option(package_name="thdcp", message="thdcp %(version)s")
 def thdcp() -> None:
     """An executable specification of packed (THD) context-parallel attention."""
+
+
+thdcp.add_command(check)
 
 
 def _integers(text: str, name: str, count: int) -> tuple[int, ...]:

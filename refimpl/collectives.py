@@ -231,7 +231,7 @@ class MpiCollectives:
 
     def all_gather(self, x: Array) -> Array:
         """See Collectives. [C1]"""
-        x = np.ascontiguousarray(x)
+        x = np.asarray(x, order="C")
         gathered = np.empty((self.size, *x.shape), x.dtype)
         self._wait(self._comm.Iallgather(self._bytes(x), self._bytes(gathered)), "all_gather")
         return gathered
@@ -239,7 +239,7 @@ class MpiCollectives:
     def reduce_scatter_sum(self, x: Array) -> Array:
         """See Collectives: an all-to-all, then a sum in rank order, so that a repeated run gives the same bits. [C2]"""
         _check_reducible(x, self.size)
-        x = np.ascontiguousarray(x)
+        x = np.asarray(x, order="C")
         parts = np.empty_like(x)
         self._wait(self._comm.Ialltoall(self._bytes(x), self._bytes(parts)), "reduce_scatter_sum")
         return _sum_in_rank_order(parts)
@@ -257,11 +257,13 @@ class MpiCollectives:
         """End every rank of the job with one line that names this rank and its error. [C4]
 
         Ranks that fail together, as when all have waited for the same late one, come here one after the other, so that
-        the first to speak ends the rest.
+        the first to speak ends the rest. A launcher may drop what it has not yet passed on when a job is aborted.
         """
         time.sleep(min(0.5 * self.rank, 4.0))
         say(f"rank {self.rank}: {describe(error)}")
+        time.sleep(0.2)
         self._comm.Abort(status)
+        os._exit(status)  # MPICH now and then returns from Abort while the launcher ends the job
 
     def _bytes(self, x: Array) -> list[Any]:
         return [x.reshape(-1).view(np.uint8), self._mpi.BYTE]

@@ -15,7 +15,7 @@ ranks in this process.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,7 @@ from refimpl.partition import (
 )
 
 Array = NDArray[Any]
+Prepared = TypeVar("Prepared")
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ class Saved:
     mask: AttentionMask
     softmax_scale: float
     metadata: RankMetadata
+    facts: Mapping[str, str]
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,12 +113,12 @@ def context_parallel_forward(
     [C1] [C3] [C5] [C6] [A3] [A4] [A5]
     """
 
-    def facts() -> Mapping[str, str]:
+    def checked() -> tuple[Mapping[str, str], tuple[float, RankMetadata]]:
         check_divisible(layout, policy, group.size)
         rows = layout.total_tokens // group.size
         scale = check_attention_inputs(q, k, v, rows, rows, softmax_scale)
         check_same_dtype(q=q, k=k, v=v)
-        return {
+        facts = {
             "operation": "forward",
             "policy": str(as_policy(policy)),
             "layout": describe_layout(layout),
@@ -124,17 +126,16 @@ def context_parallel_forward(
             "softmax_scale": repr(scale),
             **{name: f"{x.dtype}{list(x.shape)}" for name, x in (("q", q), ("k", k), ("v", v))},
         }
+        return facts, (scale, parts.rank_metadata(layout, policy, group.size, group.rank, mask))
 
-    _agree(group, facts)
-    metadata = parts.rank_metadata(layout, policy, group.size, group.rank, mask)
-    scale = check_attention_inputs(q, k, v, len(q), len(k), softmax_scale)
+    facts, (scale, metadata) = _agreed(group, checked)
     k_all = to_sequence_order(group.all_gather(k), layout, policy)
     v_all = to_sequence_order(group.all_gather(v), layout, policy)
     out = np.zeros((len(q), q.shape[1], v.shape[2]), q.dtype)
     lse = np.full((q.shape[1], len(q)), -np.inf, accumulation_dtype(q.dtype))
     for step, rows in zip(metadata.steps, metadata.step_rows, strict=True):
         out[rows], lse[:, rows] = parts.varlen_attention_forward(q[rows], k_all, v_all, step, mask, scale)
-    return out, lse, Saved(q, k, v, out, lse, layout, as_policy(policy), mask, scale, metadata)
+    return out, lse, Saved(q, k, v, out, lse, layout, as_policy(policy), mask, scale, metadata, facts)
 
 
 def context_parallel_backward(
@@ -155,19 +156,12 @@ def context_parallel_backward(
     [B1] [B2] [B3] [B4] [C1] [C2] [C3] [C5] [N1]
     """
 
-    def facts() -> Mapping[str, str]:
-        if np.shape(dout) != saved.out.shape:
-            raise SpecError("shape", f"dout has shape {list(np.shape(dout))}: expected {list(saved.out.shape)}")
+    def checked() -> tuple[Mapping[str, str], None]:
+        check_dout(dout, saved.out.shape)
         check_same_dtype(q=saved.q, dout=dout)
-        return {
-            "operation": "backward",
-            "policy": str(saved.policy),
-            "layout": describe_layout(saved.layout),
-            "mask": f"left {saved.mask.left}, right {saved.mask.right}",
-            "dout": f"{dout.dtype}{list(dout.shape)}",
-        }
+        return {**saved.facts, "operation": "backward"}, None
 
-    _agree(group, facts)
+    _agreed(group, checked)
     layout, policy = saved.layout, saved.policy
     k_all = to_sequence_order(group.all_gather(saved.k), layout, policy)
     v_all = to_sequence_order(group.all_gather(saved.v), layout, policy)
@@ -219,6 +213,8 @@ def run_context_parallel(
     check_ranks(cp_size)
     q, k, v = np.asarray(q), np.asarray(k), np.asarray(v)
     check_attention_inputs(q, k, v, layout.total_tokens, layout.total_tokens, softmax_scale)
+    if dout is not None:
+        check_dout(dout, (*q.shape[:2], v.shape[2]))
     douts = [None] * cp_size if dout is None else partition(dout, layout, policy, cp_size)
     shards = list(zip(*(partition(x, layout, policy, cp_size) for x in (q, k, v)), douts, strict=True))
 
@@ -271,10 +267,25 @@ def check_same_dtype(**tensors: Any) -> None:
             )
 
 
-def _agree(group: Collectives, facts: Callable[[], Mapping[str, str]]) -> None:
-    """State this rank's facts, or its refusal, to all others; raise alike everywhere if they do not match. [C3]"""
+def check_dout(dout: Any, shape: tuple[int, ...]) -> None:
+    """The gradient of an output has the output's shape; else SpecError `shape`. [A8]"""
+    if np.shape(dout) != shape:
+        raise SpecError("shape", f"dout has shape {list(np.shape(dout))}: expected {list(shape)}, that of out")
+
+
+def _agreed(
+    group: Collectives, checked: Callable[[], tuple[Mapping[str, str], Prepared]]
+) -> tuple[Mapping[str, str], Prepared]:
+    """Prepare this rank's work and state its facts, or its refusal, to all others; raise alike if they do not match.
+
+    Whatever a rank may refuse is done in `checked`, before any rank waits for another. [C3]
+    """
+    facts: Mapping[str, str] = {}
+    prepared: Prepared | None = None
+    refusal: SpecError | None = None
     try:
-        stated, refusal = facts(), None
+        facts, prepared = checked()
     except SpecError as error:
-        stated, refusal = {}, error
-    group.all_agree(stated, refusal)
+        refusal = error
+    group.all_agree(facts, refusal)
+    return facts, cast(Prepared, prepared)

@@ -33,6 +33,7 @@ CODES: dict[str, str] = {
     "ranks_disagree": "ranks were given different layouts, policies, masks, shapes or dtypes",
     "rank_failed": "another rank failed, or never arrived",
     "missing_package": "an optional package is needed and not installed",
+    "file": "a file of tensors, vectors or results is unreadable, unsafe, or not what it says it is",
     "usage": "a file, option or value on the command line is unusable",
 }
 """Every code with its meaning. New refusals get a new code; a code is never renamed."""

@@ -101,6 +101,10 @@ class PackedLayout:
         real = checked_lengths(lengths, "lengths")
         physical = real if padded_lengths is None else checked_lengths(padded_lengths, "padded_lengths")
         multiple = checked_int(multiple_of, "multiple_of", "multiple_of", minimum=1)
+        if int(physical.sum()) + multiple * len(physical) >= MAX_ROWS:
+            raise SpecError(
+                "multiple_of", f"multiple_of is {multiple}: the padded lengths add up to 2**62 rows or more"
+            )
         if len(physical) != len(real):
             raise SpecError(
                 "offsets_count", f"lengths has {len(real)} entries but padded_lengths has {len(physical)}: one each"
@@ -249,8 +253,9 @@ def checked_vector(values: IntVectorLike, name: str) -> IntArray:
         for i, value in enumerate(values):
             if np.ndim(value) > 0:
                 raise SpecError("offsets_shape", f"{name}[{i}] is a sequence itself: expected one dimension")
-            checked_int(value, f"{name}[{i}]", "offsets_type")
-        values = np.array(values, dtype=object if _overflows(values) else np.int64)
+            if not -(2**63) <= checked_int(value, f"{name}[{i}]", "offsets_type") < 2**63:
+                raise SpecError("offsets_type", f"{name}[{i}] is {value}, beyond int64")
+        values = np.array(values, dtype=np.int64)
     elif not isinstance(values, np.ndarray):
         values = _host_array(values, name)
     if values.dtype.kind != "i" or values.dtype.itemsize not in (4, 8):
@@ -306,10 +311,6 @@ def check_real_fits_physical(real: IntArray, physical: IntArray, real_name: str,
             f"{real[d : d + 2].tolist()}) in {physical[d + 1] - physical[d]} physical rows "
             f"({physical_name}[{d}:{d + 2}] = {physical[d : d + 2].tolist()})",
         )
-
-
-def _overflows(values: list[Any] | tuple[Any, ...]) -> bool:
-    return any(not -(2**63) <= int(value) < 2**63 for value in values)
 
 
 def _host_array(values: Any, name: str) -> NDArray[Any]:

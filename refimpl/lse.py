@@ -35,7 +35,8 @@ def merge_partials(outs: Sequence[Any], lses: Sequence[Any]) -> tuple[Array, Arr
     """
     if len(outs) == 0 or len(outs) != len(lses):
         raise SpecError("shape", f"{len(outs)} outs and {len(lses)} lses: expected one lse for each out, one or more")
-    dtype = np.result_type(np.float32, *(np.asarray(x).dtype for x in (*outs, *lses)))
+    dtypes = [np.asarray(x).dtype for x in (*outs, *lses)]
+    dtype = np.result_type(np.float32, *(dtype for dtype in dtypes if dtype.itemsize > 4))
     parts = [np.asarray(x).astype(dtype) for x in outs]
     weights = [np.asarray(x).astype(dtype) for x in lses]
     for i, (part, weight) in enumerate(zip(parts, weights, strict=True)):
@@ -52,7 +53,8 @@ def merge_partials(outs: Sequence[Any], lses: Sequence[Any]) -> tuple[Array, Arr
     lse_parts = np.stack(weights)
     largest = lse_parts.max(axis=0)
     empty = np.isneginf(largest)
-    exponentials = np.exp(lse_parts - np.where(empty, 0, largest))
+    with np.errstate(over="ignore"):  # a difference beyond the largest float is -inf, and its exponential 0
+        exponentials = np.exp(lse_parts - np.where(empty, 0, largest))
     total = exponentials.sum(axis=0)
     with np.errstate(divide="ignore"):
         lse = np.where(empty, -np.inf, largest + np.log(total)).astype(dtype)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from refimpl.errors import SpecError
-from refimpl.layout import IntArray, checked_int
+from refimpl.layout import MAX_ROWS, IntArray, checked_int
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,8 @@ class AttentionMask:
         if not isinstance(self.window, tuple | list) or len(self.window) != 2:
             raise SpecError("mask", f"window is {self.window!r}: expected (left, right)")
         left, right = (checked_int(bound, f"window[{i}]", "mask", minimum=-1) for i, bound in enumerate(self.window))
+        if max(left, right) >= MAX_ROWS:
+            raise SpecError("mask", f"window is ({left}, {right}): write -1 for unlimited, not a huge number")
         object.__setattr__(self, "causal", bool(self.causal))
         object.__setattr__(self, "window", (left, right))
 

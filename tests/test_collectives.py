@@ -1,4 +1,4 @@
-"""The in-process group, and what the MPI group shares with it: order, sums, agreement, and how a failure ends all ranks."""
+"""The in-process group, and what the MPI group shares with it: order, sums, agreement, and how a failure ends all."""
 
 import pickle
 import sys
@@ -34,7 +34,7 @@ def own(rank: int, shape: tuple[int, ...], dtype: type) -> np.ndarray:
 
 
 def bits(x: np.ndarray) -> bytes:
-    return np.ascontiguousarray(x).tobytes()
+    return x.tobytes()
 
 
 # Gathering and reducing

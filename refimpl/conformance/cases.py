@@ -16,15 +16,20 @@ attention step of it in `.RANK.STEP`, both counted from 0.
                                                                         [n + 1]; max_seqlen_q.R.S, max_seqlen_kv.R.S
     needed_rows               policy, cp_size, mask                     kv_rows.R  int: rows of K/V that the rank reads
     mask                      mask                                      visible  bool [T, T], query by key
+    step_mask                 mask, offsets of one step (no layout)     visible  bool [Tq, Tk]
     merge                     out.P, lse.P for parts P (no layout)      out, lse
     attention_forward         mask, q, k, v                             out [T, Hq, Dv], lse [Hq, T]
     attention_backward        mask, q, k, v, dout                       dq, dk, dv
     context_parallel_forward  policy, cp_size, mask, q, k, v            out.R, lse.R
     context_parallel_backward policy, cp_size, mask, q, k, v, dout      dq.R, dk.R, dv.R
     refuse                    `call` and its arguments                  no arrays: the error's code
+
+The offsets of a step are cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded and cu_seqlens_kv_padded; Tq and Tk are the
+last of the padded ones.
 """
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -44,6 +49,7 @@ OPERATIONS = (
     "metadata",
     "needed_rows",
     "mask",
+    "step_mask",
     "merge",
     "attention_forward",
     "attention_backward",
@@ -62,6 +68,7 @@ FEATURES = {
     "metadata": "offsets for kernels",
     "needed_rows": "the K/V rows that a rank reads",
     "mask": "the visible keys of each row",
+    "step_mask": "the visible keys of one attention step, from its offsets",
     "merge": "merging partial results by their lse",
     "attention": "attention of a whole buffer on one device",
     "context_parallel": "attention over cp ranks",
@@ -112,7 +119,7 @@ class Case:
     inputs: dict[str, Any]
     tensors: dict[str, Array] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def layout(self) -> PackedLayout:
         """The layout that the inputs describe."""
         return PackedLayout(

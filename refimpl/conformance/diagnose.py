@@ -1,0 +1,296 @@
+"""Which fault gives just these wrong numbers.
+
+Defines `diagnose`, `Diagnosis` and `Finding`. Every mutant is replayed on failing cases and compared, element by
+element, with what the implementation answered. A mutant is named if it predicts all wrong and all right elements of at
+least one failing case, and of no case that passes a wrong one: it is then the fault, or one that nobody can tell from
+it by these cases. Numbers agree within the bounds of the implementation's dtype; agreement that chance could bring about
+(few elements, coarse dtypes) names nothing.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+import numpy as np
+
+from refimpl.conformance.cases import FEATURES, Case, Expected, base_name
+from refimpl.conformance.comparison import CRASH, Answer, Item, alike, matches, replay, tolerance
+from refimpl.conformance.mutants import MUTANTS, Mutant
+from refimpl.conformance.observation import Observation, observe, only_rank, rows_in_buffer, wrong_arrays
+
+MOST_CASES = 24
+"""Failing cases on which all mutants are replayed; those that predict one of these are replayed on all the others."""
+
+EVIDENCE = 10.0
+"""Bits of agreement that chance hardly brings about."""
+BITS_OF_AN_INTEGER = 7.0
+"""Of its value, and of infinity; the place of an integer among all others counts too."""
+BITS_OF_NAN = 2.0
+BITS_AT_MOST = 40.0
+"""Of a float that agrees, however close it is."""
+
+ALMOST_ALL = 0.98
+"""Share of a case's elements that a replay must predict in a low precision; in float64 all of them."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A fault that gives the same wrong numbers.
+
+    - `mutant`, `kind`, `what`, `source`: see `mutants`. `twins`: other mutants that predict the same numbers on the
+      cases that this one explains.
+    - `confidence`: the share of all failing cases that it predicts in full: `reproduced` of `failed`.
+    - `elements`: the share of all wrong elements that it predicts.
+    - `rows`: which rows, in words. `rank`: the one rank that has the fault, None if all have it. `scope`: a feature
+      without which the fault does not show, although it would elsewhere; "" if there is no need for one.
+    """
+
+    mutant: str
+    kind: str
+    what: str
+    source: str
+    twins: tuple[str, ...]
+    confidence: float
+    reproduced: int
+    failed: int
+    elements: float
+    rows: str
+    rank: int | None
+    scope: str
+
+    def __str__(self) -> str:
+        where = f" on rank {self.rank}" if self.rank is not None else ""
+        where += f", only with {self.scope}" if self.scope else ""
+        told = [f"{self.mutant}{where}: {self.what}" + (f" ({self.source})" if self.source else "")]
+        told.append(f"predicts {self.reproduced} of {self.failed} failing cases, {self.elements:.0%} of wrong elements")
+        told += [self.rows] if self.rows else []
+        told += [f"cannot be told here from {', '.join(self.twins)}"] if self.twins else []
+        return "; ".join(told)
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The faults that explain the failures, the one that explains most first; and what is known without them."""
+
+    findings: tuple[Finding, ...]
+    observation: Observation
+
+    def lines(self) -> list[str]:
+        """In words, one finding a line, the observation last."""
+        named = [f"looks like {finding}" for finding in self.findings]
+        return [*(named or ["no known fault gives these numbers"]), str(self.observation)]
+
+
+@dataclass(frozen=True, eq=False)
+class Match:
+    """How well a mutant predicts one item. `wrong` elements are wrong in the answer, `predicted` of them predicted."""
+
+    full: bool
+    wrong: int
+    predicted: int
+    bits: float
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """A mutant that predicts something, on all ranks or on one; items by their place among all."""
+
+    mutant: Mutant
+    rank: int | None
+    explained: frozenset[int]
+    bits: dict[int, float]
+    elements: float
+    scope: str = ""
+
+
+def diagnose(items: Iterable[tuple[Case, Expected, Answer, str]]) -> Diagnosis:
+    """Name the faults behind wrong answers.
+
+    Args:
+        items: case, right answer, what the implementation answered, and the dtype that it computes in. Passing ones
+            belong to it: they tell which faults it does not have. An answer is arrays by name, or the code of a
+            refusal, or "crash".
+
+    Raises:
+        ValueError: if no item fails.
+    """
+    every = [Item(*item) for item in items]
+    failing, passing = [x for x in every if x.failed], [x for x in every if not x.failed]
+    if not failing:
+        raise ValueError("nothing to diagnose: no answer is wrong")
+    chosen = _explaining(_candidates(failing, passing, None), len(failing))
+    unexplained = set(range(len(failing))).difference(*(candidate.explained for candidate, _ in chosen))
+    if unexplained and (rank := only_rank([failing[i] for i in sorted(unexplained)])) is not None:
+        more = _explaining(_candidates(failing, passing, rank), len(failing), unexplained)
+        chosen += more
+    findings = tuple(_finding(candidate, twins, failing) for candidate, twins in chosen)
+    return Diagnosis(findings, observe(failing, passing))
+
+
+def _candidates(failing: Sequence[Item], passing: Sequence[Item], rank: int | None) -> list[Candidate]:
+    """Mutants that predict at least one failing case in full and contradict no passing one, at least within a scope."""
+    looked_at = _varied(failing)
+    found = []
+    for mutant in MUTANTS:
+        if not any(match_of(failing[i], mutant, rank).full for i in looked_at):
+            continue
+        told = {i: match_of(item, mutant, rank) for i, item in enumerate(failing)}
+        explained = frozenset(i for i, match in told.items() if match.full)
+        denied = [item for item in passing if contradicted(item, mutant, rank)]
+        scope = _scope([failing[i] for i in explained], denied)
+        if denied and not scope:
+            continue
+        share = sum(match.predicted for match in told.values()) / max(1, sum(match.wrong for match in told.values()))
+        found.append(Candidate(mutant, rank, explained, {i: told[i].bits for i in explained}, share, scope))
+    return found
+
+
+def _varied(failing: Sequence[Item]) -> list[int]:
+    """At most MOST_CASES of the failing items, of every operation in turn, small ones first."""
+    by_operation: dict[str, list[int]] = {}
+    for i in sorted(range(len(failing)), key=lambda i: len(failing[i].target.values)):
+        by_operation.setdefault(failing[i].case.operation, []).append(i)
+    in_turn = (i for turn in zip_longest(*by_operation.values()) for i in turn if i is not None)
+    return [i for i, _ in zip(in_turn, range(MOST_CASES), strict=False)]
+
+
+def _scope(explained: Sequence[Item], denied: Sequence[Item]) -> str:
+    """A feature that all explained cases need and no contradicting one does; "" if there is none, or no need for one."""
+    return next(
+        (
+            feature
+            for feature in (FEATURES if denied else ())
+            if all(feature in item.case.features for item in explained)
+            and not any(feature in item.case.features for item in denied)
+        ),
+        "",
+    )
+
+
+def _explaining(
+    candidates: Sequence[Candidate], count: int, unexplained: set[int] | None = None
+) -> list[tuple[Candidate, tuple[str, ...]]]:
+    """The fewest candidates that explain most, each with its twins: always the one that explains most of the rest."""
+    left = set(range(count)) if unexplained is None else set(unexplained)
+    chosen = []
+    for scoped in (False, True):
+        pool = [candidate for candidate in candidates if bool(candidate.scope) == scoped]
+        while pool:
+            best = max(pool, key=lambda candidate: (len(candidate.explained & left), candidate.elements))
+            new = best.explained & left
+            if sum(best.bits[i] for i in new) < EVIDENCE:
+                pool.remove(best)
+                continue
+            twins = [other for other in pool if other is not best and other.explained == best.explained]
+            chosen.append((best, tuple(twin.mutant.name for twin in twins)))
+            left -= new
+            pool = [other for other in pool if other is not best and other not in twins]
+    return chosen
+
+
+def match_of(item: Item, mutant: Mutant, rank: int | None = None) -> Match:
+    """How well a mutant predicts a failing item."""
+    told = replay(item.target, mutant, rank)
+    wrong = max(1, int(item.wrong.sum()))
+    none = Match(False, wrong, 0, 0.0)
+    if told is None:
+        return none
+    if item.wrong_outcome or told.error:
+        same = item.wrong_outcome and told.error == item.reply.error
+        return Match(True, wrong, wrong, EVIDENCE if told.error != CRASH else 0.0) if same else none
+    needed = 1.0 if item.dtype == "float64" else ALMOST_ALL
+    some = item.sample
+    some_limits = tolerance(item.target, told, item.dtype, some)
+    if len(some) and np.mean(alike(item.reply.values[some], told.values[some], some_limits)) < min(needed, 0.9):
+        return none
+    limits = tolerance(item.target, told, item.dtype)
+    same_values = matches(item.target, item.reply, told, limits)
+    concerned = item.wrong | told.wrong(item.target, item.dtype)
+    predicted = same_values & item.wrong
+    count = int(predicted.sum())
+    full = count > 0 and (same_values & concerned).sum() >= needed * concerned.sum()
+    return Match(bool(full), wrong, count, _bits(item, predicted, limits) if full else 0.0)
+
+
+def _bits(item: Item, predicted: np.ndarray, limits: np.ndarray) -> float:
+    """How unlikely it is that chance predicted these elements: log2 of error over tolerance, with fixed ones for rest."""
+    got, right = item.reply.values[predicted], item.target.values[predicted]
+    allowed = limits[predicted]
+    with np.errstate(invalid="ignore", divide="ignore"):
+        bits = np.clip(np.log2(np.abs(got - right) / allowed), 0.0, BITS_AT_MOST)
+    bits = np.where(allowed == 0, BITS_OF_AN_INTEGER + np.log2(len(limits)), bits)
+    exact = ~np.isfinite(right) | np.isinf(got) | item.reply.in_odd(item.target)[predicted]
+    return float(np.where(exact, BITS_OF_AN_INTEGER, np.where(np.isnan(got), BITS_OF_NAN, bits)).sum())
+
+
+def contradicted(item: Item, mutant: Mutant, rank: int | None = None) -> bool:
+    """Whether the mutant would fail an item that passes."""
+    told = replay(item.target, mutant, rank)
+    if told is None:
+        return False
+    if told.error or item.reply.error:
+        return told.error != item.reply.error
+    wrong = told.wrong(item.target, item.dtype)
+    limits = tolerance(item.target, told, item.dtype)
+    return bool((wrong & ~matches(item.target, item.reply, told, limits)).any())
+
+
+def _finding(candidate: Candidate, twins: tuple[str, ...], failing: Sequence[Item]) -> Finding:
+    mutant = candidate.mutant
+    return Finding(
+        mutant.name,
+        mutant.kind,
+        mutant.what,
+        mutant.source,
+        twins,
+        len(candidate.explained) / len(failing),
+        len(candidate.explained),
+        len(failing),
+        candidate.elements,
+        _rows_in_words(candidate, failing),
+        candidate.rank,
+        candidate.scope,
+    )
+
+
+def _rows_in_words(candidate: Candidate, failing: Sequence[Item]) -> str:
+    """Which rows of the smallest case that has any match the mutant: rows 5, 6 of document 1 match ..."""
+    name = candidate.mutant.name.replace("-", " ")
+    explained = sorted((failing[i] for i in candidate.explained), key=lambda item: len(item.target.values))
+    for item in explained:
+        rows: set[int] = set()
+        for found in wrong_arrays(item):
+            held = rows_in_buffer(item.case, found.name)
+            if held is not None:
+                wrong = np.moveaxis(found.wrong, found.axis, 0).reshape(len(held), -1).any(axis=1)
+                rows |= set(held[wrong].tolist())
+        if rows:
+            return f"{_by_document(item.case, sorted(rows))} match {name} ({item.case.id})"
+    for item in explained:
+        wrong_names = dict.fromkeys(base_name(found.name) for found in wrong_arrays(item))
+        if wrong_names:
+            return f"{', '.join(wrong_names)} match{'es' if len(wrong_names) == 1 else ''} {name} ({item.case.id})"
+    return ""
+
+
+def _by_document(case: Case, rows: Sequence[int]) -> str:
+    """rows 5, 6 of document 1 and rows 8-11 of padding."""
+    documents: dict[int, list[int]] = {}
+    for row in rows:
+        documents.setdefault(int(case.layout.document_ids[row]), []).append(row)
+    told = [
+        f"row{'s' if len(own) > 1 else ''} {_ranges(own)} of {f'document {d}' if d >= 0 else 'padding'}"
+        for d, own in sorted(documents.items(), key=lambda pair: pair[1][0])
+    ]
+    return " and ".join(told[:3]) + (f" and of {len(told) - 3} more documents" if len(told) > 3 else "")
+
+
+def _ranges(rows: Sequence[int]) -> str:
+    """5, 6, 9-12."""
+    runs: list[list[int]] = []
+    for row in rows:
+        if runs and row == runs[-1][-1] + 1:
+            runs[-1].append(row)
+        else:
+            runs.append([row])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)

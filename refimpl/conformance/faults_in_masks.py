@@ -1,0 +1,373 @@
+"""Mutants whose masks are wrong: who sees whom, and what becomes of padding.
+
+Defines `MUTANTS`. The functions above it are the wrong pieces; signatures are those of `implementation`.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from refimpl.conformance.cases import Case
+from refimpl.conformance.implementation import layout_visible, once, step_visible
+from refimpl.conformance.mutant import Mutant, mutant
+from refimpl.layout import IntArray, PackedLayout
+from refimpl.mask import AttentionMask
+from refimpl.metadata import StepMetadata
+from refimpl.partition import partition_indices
+
+Array = NDArray[Any]
+Bools = NDArray[np.bool_]
+Pieces = dict[str, Callable[..., Any]]
+
+# --- bounds ---------------------------------------------------------------------------------------------------------
+
+
+def _understood_as(change: Callable[[AttentionMask], AttentionMask]) -> Pieces:
+    """Another mask than the one asked for, everywhere."""
+    return {"make_mask": lambda causal, window: change(AttentionMask(causal, window))}
+
+
+def one_key_too_many(mask: AttentionMask) -> AttentionMask:
+    """The left bound one larger."""
+    return replace(mask, window=(mask.left + 1, mask.window[1])) if mask.left >= 0 else mask
+
+
+def one_key_too_few(mask: AttentionMask) -> AttentionMask:
+    """The left bound as the size of the window, the query itself included."""
+    return replace(mask, window=(max(mask.left - 1, 0), mask.window[1])) if mask.left >= 0 else mask
+
+
+def one_key_ahead(mask: AttentionMask) -> AttentionMask:
+    """A causal mask that shows the next token."""
+    return AttentionMask(False, (mask.left, 1)) if mask.causal else mask
+
+
+def right_bound_kept(mask: AttentionMask) -> AttentionMask:
+    """The right bound of the window, where causality should force it to 0."""
+    return AttentionMask(False, mask.window) if mask.causal and mask.window[1] > 0 else mask
+
+
+class DiagonalExcluded(AttentionMask):
+    """A causal mask under which a token does not see itself."""
+
+    def visible(
+        self, document_q: Any, position_q: IntArray, document_k: Any, position_k: IntArray
+    ) -> NDArray[np.bool_]:
+        """The predicate without the diagonal."""
+        seen = super().visible(document_q, position_q, document_k, position_k)
+        return seen & (position_k[None, :] != position_q[:, None]) if self.causal else seen
+
+
+# --- alignment ------------------------------------------------------------------------------------------------------
+
+
+def top_left(step: StepMetadata, mask: AttentionMask, rows_q: int, rows_kv: int) -> Bools:
+    """The first query at the first key."""
+    return step_visible(replace(step, first_query=np.zeros_like(step.cu_seqlens_q[1:])), mask, rows_q, rows_kv)
+
+
+def bottom_right_always(step: StepMetadata, mask: AttentionMask, rows_q: int, rows_kv: int) -> Bools:
+    """The last query at the last key, whatever the step says."""
+    return step_visible(replace(step, first_query=None), mask, rows_q, rows_kv)
+
+
+def one_diagonal(step: StepMetadata, mask: AttentionMask, rows_q: int, rows_kv: int) -> Bools:
+    """The distance of the two maxima for the distance of keys and queries in every document."""
+    shift = step.max_seqlen_kv - step.max_seqlen_q
+    return step_visible(replace(step, first_query=np.full_like(step.cu_seqlens_q[1:], shift)), mask, rows_q, rows_kv)
+
+
+def _clipped(mask: AttentionMask, left: int, right: int) -> AttentionMask:
+    """The mask with its limited bounds at most `left` and `right`."""
+    bounds = (min(mask.left, left), mask.window[1] if mask.causal else min(mask.right, right))
+    return replace(mask, window=bounds)
+
+
+def window_clipped_to_keys(step: StepMetadata, mask: AttentionMask, rows_q: int, rows_kv: int) -> Bools:
+    """A bound that reaches the number of keys counts as unlimited."""
+    most = step.max_seqlen_kv
+    left, right = (-1 if bound >= most else bound for bound in mask.window)
+    return step_visible(step, AttentionMask(mask.causal, (left, right)), rows_q, rows_kv)
+
+
+def window_clipped_to_queries(step: StepMetadata, mask: AttentionMask, rows_q: int, rows_kv: int) -> Bools:
+    """No bound larger than the number of local queries."""
+    return step_visible(step, _clipped(mask, step.max_seqlen_q, step.max_seqlen_q), rows_q, rows_kv)
+
+
+def window_in_local_order(step: StepMetadata, mask: AttentionMask, rows_q: int, rows_kv: int) -> Bools:
+    """Causality by positions, the window by places among the step's queries."""
+    without_left = replace(mask, window=(-1, mask.window[1]))
+    seen = step_visible(step, without_left, rows_q, rows_kv)
+    local = AttentionMask(False, (mask.left, -1))
+    return seen & top_left(step, local, rows_q, rows_kv)
+
+
+# --- documents ------------------------------------------------------------------------------------------------------
+
+
+def _places(step: StepMetadata, rows_q: int, rows_kv: int) -> tuple[IntArray, IntArray, IntArray]:
+    """Document of every row of the query buffer, its row in K/V, and document of every row of K/V; -1 for none."""
+    document_q, row_q, document_k = (np.full(rows, -1) for rows in (rows_q, rows_q, rows_kv))
+    for d in range(len(step.seqlens_q)):
+        start, first_key = int(step.cu_seqlens_q_padded[d]), int(step.cu_seqlens_kv_padded[d])
+        queries = np.arange(step.seqlens_q[d])
+        document_q[start + queries] = d
+        row_q[start + queries] = first_key + step.first_query_positions[d] + queries
+        document_k[first_key : first_key + int(step.seqlens_kv[d])] = d
+    return document_q, row_q, document_k
+
+
+def _by_rows(sees: Callable[[IntArray, IntArray, Bools], Bools], only: Callable[[AttentionMask], bool]) -> Pieces:
+    """Bounds on rows of the buffer in place of positions, for masks of which `only` is true.
+
+    `sees(document_q, document_k, bounds)` combines documents, as a column and a row, with what the bounds allow.
+    """
+
+    def whole(layout: PackedLayout, mask: AttentionMask) -> Bools:
+        rows, documents = np.arange(layout.total_tokens), layout.document_ids
+        return combined(mask, documents, rows, documents) if only(mask) else layout_visible(layout, mask)
+
+    def step(step: StepMetadata, mask: AttentionMask, rows_q: int, rows_kv: int) -> Bools:
+        if not only(mask):
+            return step_visible(step, mask, rows_q, rows_kv)
+        return combined(mask, *_places(step, rows_q, rows_kv))
+
+    def combined(mask: AttentionMask, document_q: IntArray, row_q: IntArray, document_k: IntArray) -> Bools:
+        both_real = (document_q[:, None] >= 0) & (document_k[None, :] >= 0)
+        bounds = mask.visible(0, row_q, 0, np.arange(len(document_k)))
+        return both_real & sees(document_q[:, None], document_k[None, :], bounds)
+
+    return {"layout_visible": whole, "step_visible": step}
+
+
+def leak_in_layout(layout: PackedLayout, mask: AttentionMask) -> Bools:
+    """A document's queries see all of the document before, too."""
+    documents = layout.document_ids
+    leak = (documents[:, None] - 1 == documents[None, :]) & (documents[None, :] >= 0)
+    seen: Bools = layout_visible(layout, mask) | leak
+    return seen
+
+
+def leak_in_step(step: StepMetadata, mask: AttentionMask, rows_q: int, rows_kv: int) -> Bools:
+    """The same from the offsets of a step."""
+    document_q, _, document_k = _places(step, rows_q, rows_kv)
+    leak = (document_q[:, None] - 1 == document_k[None, :]) & (document_k[None, :] >= 0)
+    seen: Bools = step_visible(step, mask, rows_q, rows_kv) | leak
+    return seen
+
+
+# --- padding --------------------------------------------------------------------------------------------------------
+
+
+def padding_keys_in_layout(layout: PackedLayout, mask: AttentionMask) -> Bools:
+    """Padding of a document are keys of it."""
+    owners = np.append(np.repeat(np.arange(layout.num_documents), layout.seqlens_padded), -np.ones(layout.total_tokens))
+    owners = owners[: layout.total_tokens].astype(np.int64)
+    return mask.visible(layout.document_ids, layout.positions, owners, layout.positions)
+
+
+def padding_keys_in_step(step: StepMetadata, mask: AttentionMask, rows_q: int, rows_kv: int) -> Bools:
+    """The same from the offsets of a step."""
+    seen = step_visible(step, mask, rows_q, rows_kv)
+    starts = step.cu_seqlens_kv_padded
+    for d in np.flatnonzero(step.seqlens_q):
+        queries, keys = np.arange(step.seqlens_q[d]), np.arange(starts[d + 1] - starts[d])
+        block = mask.visible(0, step.first_query_positions[d] + queries, 0, keys)
+        seen[step.cu_seqlens_q_padded[d] + queries, starts[d] : starts[d + 1]] = block
+    return seen
+
+
+def padding_rows(case: Case, rank: int | None) -> tuple[IntArray, IntArray]:
+    """Padding rows of a whole buffer or of one rank's part: where they are in it, and in the buffer."""
+    layout = case.layout
+    rows = np.arange(layout.total_tokens)
+    if rank is not None:
+        rows = once(partition_indices, layout, case.policy, case.cp_size, rank)
+    local = np.flatnonzero(layout.document_ids[rows] < 0)
+    return local, rows[local]
+
+
+def in_padding(*names: str) -> Callable[[Callable[[str, Array, Case, IntArray], Any]], Pieces]:
+    """Other values in padding rows of these outputs: `value(name, array, case, rows)`, rows counted in the buffer."""
+
+    def decorated(value: Callable[[str, Array, Case, IntArray], Any]) -> Pieces:
+        def finish(name: str, array: Array, case: Case, rank: int | None) -> Array:
+            if name not in names or case.operation == "merge":
+                return array
+            local, rows = padding_rows(case, rank)
+            array = array.copy()
+            array[(slice(None), local) if name == "lse" else local] = value(name, array, case, rows)
+            return array
+
+        return {"finish": finish}
+
+    return decorated
+
+
+OUTPUTS = ("out", "lse", "dq", "dk", "dv")
+STALE = 1000.0
+"""What memory held before, where nothing is written: any number will do."""
+
+
+def of_itself_alone(name: str, array: Array, case: Case, rows: IntArray) -> Array:
+    """What a row that attends to itself alone has for results."""
+    q, k, v = (np.asarray(case.tensors[x], np.float64)[rows] for x in ("q", "k", "v"))
+    heads = np.arange(q.shape[1]) // (q.shape[1] // k.shape[1])
+    if name == "out":
+        return v[:, heads]
+    if name == "lse":
+        lse: Array = case.softmax_scale * (q * k[:, heads]).sum(axis=2).T
+        return lse
+    dout = np.asarray(case.tensors["dout"], np.float64)[rows]
+    dv: Array = dout.reshape(len(rows), k.shape[1], q.shape[1] // k.shape[1], dout.shape[2]).sum(axis=2)
+    return dv
+
+
+def zero_times_input(name: str, array: Array, case: Case, rows: IntArray) -> Array:
+    """Zeros, made by multiplication with 0 of a sum over the row's input."""
+    x = np.asarray(case.tensors[{"out": "v", "dq": "q", "dk": "k", "dv": "dout"}[name]], np.float64)[rows]
+    with np.errstate(invalid="ignore"):
+        product: Array = 0.0 * x.sum(axis=(1, 2))
+    return product[:, None, None]
+
+
+MUTANTS: tuple[Mutant, ...] = (
+    mutant(
+        "top-left-alignment",
+        "mask",
+        "aligns a step's first query with its first key in place of the last ones",
+        "FA#951",
+        step_visible=top_left,
+    ),
+    mutant(
+        "right-window-at-bottom-right",
+        "mask",
+        "aligns the last query with the last key where keys go on behind it",
+        step_visible=bottom_right_always,
+    ),
+    mutant(
+        "one-diagonal-for-all-documents",
+        "mask",
+        "shifts the diagonal of every document by the difference of the maxima",
+        step_visible=one_diagonal,
+    ),
+    mutant(
+        "window-one-too-many",
+        "mask",
+        "passes the size of a window as its left bound, so that it sees one key too many",
+        "transformers#39408",
+        **_understood_as(one_key_too_many),
+    ),
+    mutant(
+        "window-one-too-few",
+        "mask",
+        "takes a left bound for the size of a window, so that it sees one key too few",
+        "torch varlen_attn documentation",
+        **_understood_as(one_key_too_few),
+    ),
+    mutant(
+        "excluded-diagonal",
+        "mask",
+        "hides a token from itself under a causal mask",
+        make_mask=DiagonalExcluded,
+    ),
+    mutant("one-key-ahead", "mask", "shows the next token under a causal mask", **_understood_as(one_key_ahead)),
+    mutant(
+        "causality-overridden-by-window",
+        "mask",
+        "keeps the right bound of a window under a causal mask",
+        **_understood_as(right_bound_kept),
+    ),
+    mutant(
+        "dropped-window",
+        "mask",
+        "ignores the window",
+        **_understood_as(lambda mask: AttentionMask(mask.causal)),
+    ),
+    mutant(
+        "dropped-causality",
+        "mask",
+        "ignores that the mask is causal",
+        **_understood_as(lambda mask: AttentionMask(False, (mask.left, -1 if mask.causal else mask.right))),
+    ),
+    mutant(
+        "window-clamped-at-stream-start",
+        "mask",
+        "bounds a window at the start of the stream, so that it sees into the document before",
+        "miles#2038",
+        **_by_rows(lambda document_q, document_k, bounds: bounds & (document_q >= document_k), lambda m: m.left >= 0),
+    ),
+    mutant(
+        "window-clipped-to-keys",
+        "mask",
+        "takes a window bound that reaches the number of keys for unlimited, before it aligns",
+        "FA csrc/flash_attn/flash_api.cpp mha_varlen_fwd",
+        step_visible=window_clipped_to_keys,
+    ),
+    mutant(
+        "window-clipped-to-queries",
+        "mask",
+        "clips window bounds to the number of a rank's own queries",
+        step_visible=window_clipped_to_queries,
+    ),
+    mutant(
+        "window-in-local-order",
+        "mask",
+        "applies causality to positions and the window to places in the rank's own order",
+        "maxtext#4298",
+        step_visible=window_in_local_order,
+    ),
+    mutant(
+        "leak-from-document-before",
+        "mask",
+        "shows every document all of the one before",
+        layout_visible=leak_in_layout,
+        step_visible=leak_in_step,
+    ),
+    mutant(
+        "no-document-boundaries",
+        "mask",
+        "takes the buffer for one document",
+        "Megatron#6156",
+        **_by_rows(lambda document_q, document_k, bounds: bounds, lambda mask: True),
+    ),
+    mutant(
+        "padding-as-keys",
+        "padding",
+        "shows a document's queries its padding, unless a causal mask hides it",
+        layout_visible=padding_keys_in_layout,
+        step_visible=padding_keys_in_step,
+    ),
+    mutant(
+        "padding-attending-to-itself",
+        "padding",
+        "lets padding rows attend to themselves",
+        "Automodel context_parallel/blockdiag_cp.py",
+        **in_padding("out", "lse", "dv")(of_itself_alone),
+    ),
+    mutant(
+        "unwritten-output-in-padding",
+        "padding",
+        "leaves padding rows of out and lse as it found them",
+        "TE#3205",
+        **in_padding("out", "lse")(lambda *_: STALE),
+    ),
+    mutant(
+        "unwritten-gradients-in-padding",
+        "padding",
+        "leaves padding rows of the gradients as it found them",
+        "TE#2829",
+        **in_padding("dq", "dk", "dv")(lambda *_: STALE),
+    ),
+    mutant(
+        "padding-times-zero",
+        "padding",
+        "multiplies padding by 0 in place of writing 0, which keeps NaN",
+        **in_padding("out", "dq", "dk", "dv")(zero_times_input),
+    ),
+)
+"""In the order in which a diagnosis prefers them where they predict the same numbers."""

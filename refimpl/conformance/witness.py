@@ -1,0 +1,347 @@
+"""The right answers by a second route, which shares no code with the reference.
+
+Defines `expected` and `faults`. Imports nothing of refimpl but the type of a case, and works from its plain integers
+and numbers. What the reference derives from windows and clipped offsets is here counted, one row and one pair of rows
+at a time, from the English of the specification. What it computes in float64 is here computed with 50 decimal digits
+and rounded once, so that expected values are the same bits on every machine.
+"""
+
+import decimal
+from collections.abc import Callable, Iterator, Sequence
+from decimal import Decimal
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from refimpl.conformance.cases import Case
+
+Array = NDArray[Any]
+Row = tuple[int, int]
+"""(document, position) of a physical row."""
+
+DIGITS = decimal.Context(prec=50, Emin=-(10**9), Emax=10**9)
+ZERO = Decimal(0)
+IGNORE = -100
+
+
+def expected(case: Case) -> dict[str, Array]:
+    """What the case must be answered, by name; no arrays for a case that must be refused. [V4]"""
+    with decimal.localcontext(DIGITS):
+        return {name: np.asarray(values) for name, values in _ANSWERS[case.operation](case).items()}
+
+
+# --- integers -------------------------------------------------------------------------------------------------------
+
+
+def rows_of(case: Case) -> list[Row]:
+    """(document, position) of every physical row; document -1 for padding. [L1] [L4] [L6]"""
+    real, physical = case.inputs["cu_seqlens"], case.inputs["cu_seqlens_padded"]
+    rows: list[Row] = []
+    for d in range(len(physical) - 1):
+        tokens = real[d + 1] - real[d]
+        rows += [(d if position < tokens else -1, position) for position in range(physical[d + 1] - physical[d])]
+    past_the_last_offset = case.inputs["total_tokens"] - physical[-1]
+    return rows + [(-1, position) for position in range(past_the_last_offset)]
+
+
+def sees(query: Row, key: Row, causal: bool, window: Sequence[int]) -> bool:
+    """Whether a query row sees a key row. [K1] [K2] [K3]"""
+    (document, position), (document_k, position_k) = query, key
+    left, right = window
+    if document != document_k or document < 0:
+        return False
+    if causal and position_k > position:
+        return False
+    if right != -1 and position_k - position > right:
+        return False
+    return left == -1 or position - position_k <= left
+
+
+def keys_of(case: Case) -> list[list[int]]:
+    """The rows that each row sees, ascending."""
+    rows, causal, window = rows_of(case), case.inputs["causal"], case.inputs["window"]
+    return [[j for j, key in enumerate(rows) if sees(query, key, causal, window)] for query in rows]
+
+
+def chunks_of(case: Case) -> list[list[list[int]]]:
+    """The rows that each rank holds for each of its attention steps: `[rank][step]`. [P2] [P3] [P4] [P5] [R1]"""
+    policy, cp, total = case.inputs["policy"], case.inputs["cp_size"], case.inputs["total_tokens"]
+    starts = case.inputs["cu_seqlens_padded"] if policy == "dual_chunk_swap" else [0]
+    extents = list(zip(starts, [*starts[1:], total], strict=True))
+    pieces = cp if policy == "packed_contiguous" else 2 * cp
+    chunks: list[list[int]] = [[] for _ in range(pieces)]
+    for first, last in extents:
+        for row in range(first, last):
+            chunks[(row - first) * pieces // (last - first)].append(row)
+    if policy == "packed_contiguous":
+        return [[chunk] for chunk in chunks]
+    return [[chunks[r], chunks[-1 - r]] for r in range(cp)]
+
+
+def held_by(case: Case) -> list[list[int]]:
+    """The rows of each rank, in buffer order. [P8]"""
+    return [sorted(row for chunk in chunks for row in chunk) for chunks in chunks_of(case)]
+
+
+def _positions(case: Case) -> dict[str, Any]:
+    documents, positions = zip(*rows_of(case), strict=True)
+    return {"positions": positions, "document_ids": documents}
+
+
+def _labels(case: Case) -> dict[str, Any]:
+    rows, ids = rows_of(case), case.inputs["ids"]
+    labels = [IGNORE] * len(rows)
+    for i in range(len(rows) - 1):
+        if rows[i][0] >= 0 and rows[i][0] == rows[i + 1][0]:
+            labels[i] = ids[i + 1]
+    return {"labels": labels}
+
+
+def _partition(case: Case) -> dict[str, Any]:
+    return {f"indices.{r}": rows for r, rows in enumerate(held_by(case))}
+
+
+def _unpartition(case: Case) -> dict[str, Any]:
+    placed = {row: case.tensors[f"x.{r}"][i] for r, rows in enumerate(held_by(case)) for i, row in enumerate(rows)}
+    return {"x": np.array([placed[row] for row in range(len(placed))], np.float64)}
+
+
+def _metadata(case: Case) -> dict[str, Any]:
+    answer: dict[str, Any] = {}
+    rows, total = rows_of(case), case.inputs["total_tokens"]
+    real, physical = case.inputs["cu_seqlens"], case.inputs["cu_seqlens_padded"]
+    right = 0 if case.inputs["causal"] else case.inputs["window"][1]
+    documents = range(len(physical) - 1)
+    for r, steps in enumerate(chunks_of(case)):
+        for s, chunk in enumerate(steps):
+            stored, queries, keys = [], [], []
+            for d in documents:
+                mine = [row for row in chunk if physical[d] <= row < physical[d + 1]]
+                stored.append(len(mine))
+                queries.append(sum(rows[row][0] == d for row in mine))
+                # A document has keys here once it has begun before the chunk ends: the end of its own chunk if every
+                # document is cut, of the buffer's chunk otherwise.
+                cut = mine if case.inputs["policy"] == "dual_chunk_swap" else chunk
+                last = max(cut, default=-1)
+                reach = total if right == -1 else last + right
+                began = last >= physical[d]
+                keys.append(sum(began and physical[d] + i <= reach for i in range(real[d + 1] - real[d])))
+            answer |= {
+                f"cu_seqlens_q.{r}.{s}": _sums(queries),
+                f"cu_seqlens_q_padded.{r}.{s}": _sums(stored),
+                f"cu_seqlens_kv.{r}.{s}": _sums(keys),
+                f"cu_seqlens_kv_padded.{r}.{s}": physical,
+                f"max_seqlen_q.{r}.{s}": max(queries, default=0),
+                f"max_seqlen_kv.{r}.{s}": max(keys, default=0),
+            }
+    return answer
+
+
+def _sums(counts: list[int]) -> list[int]:
+    return [sum(counts[:d]) for d in range(len(counts) + 1)]
+
+
+def _needed_rows(case: Case) -> dict[str, Any]:
+    keys = keys_of(case)
+    needed = [sorted({j for i in rows for j in keys[i]}) for rows in held_by(case)]
+    return {f"kv_rows.{r}": np.array(rows, np.int64) for r, rows in enumerate(needed)}
+
+
+def _step_mask(case: Case) -> dict[str, Any]:
+    """By the rule of FlashAttention's documentation: with Lq queries on Lk keys, query i stands at i + Lk - Lq. [K4]"""
+    names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+    queries, keys, stored_queries, stored_keys = (case.inputs[name] for name in names)
+    causal, window = case.inputs["causal"], case.inputs["window"]
+    visible = [[False] * stored_keys[-1] for _ in range(stored_queries[-1])]
+    for d in range(len(queries) - 1):
+        num_queries, num_keys = queries[d + 1] - queries[d], keys[d + 1] - keys[d]
+        for i in range(num_queries):
+            for j in range(num_keys):
+                seen = sees((d, i + num_keys - num_queries), (d, j), causal, window)
+                visible[stored_queries[d] + i][stored_keys[d] + j] = seen
+    return {"visible": visible}
+
+
+def _mask(case: Case) -> dict[str, Any]:
+    keys = keys_of(case)
+    return {"visible": [[j in seen for j in range(len(keys))] for seen in keys]}
+
+
+# --- attention ------------------------------------------------------------------------------------------------------
+
+
+def scale_of(case: Case) -> Decimal:
+    """The scale given, else 1 / sqrt(Dqk). [A1]"""
+    given = case.inputs["softmax_scale"]
+    return Decimal(1) / Decimal(case.tensors["q"].shape[2]).sqrt() if given is None else Decimal(given)
+
+
+def numbers(x: Array) -> Any:
+    """An array as nested lists of exact decimal numbers."""
+    return [numbers(part) for part in x] if np.ndim(x) else Decimal(float(x))
+
+
+def dot(x: Sequence[Decimal], y: Sequence[Decimal]) -> Decimal:
+    """The inner product."""
+    return sum((a * b for a, b in zip(x, y, strict=True)), ZERO)
+
+
+def add(to: list[Decimal], factor: Decimal, x: Sequence[Decimal]) -> None:
+    """`to += factor * x`."""
+    for c, value in enumerate(x):
+        to[c] += factor * value
+
+
+def zeros(*shape: int) -> Any:
+    """Nested lists of 0."""
+    return [zeros(*shape[1:]) for _ in range(shape[0])] if shape else ZERO
+
+
+def attention(case: Case) -> dict[str, Array]:
+    """out, lse, and with a dout dq, dk, dv, of the whole buffer. [A1] [A2] [A3] [A4] [A5] [A6] [B1] [B2] [B3]"""
+    q, k, v = (numbers(case.tensors[name]) for name in ("q", "k", "v"))
+    dout = numbers(case.tensors["dout"]) if "dout" in case.tensors else None
+    (total, heads, dim), (_, kv_heads, dim_v) = case.tensors["q"].shape, case.tensors["v"].shape
+    out, lse = zeros(total, heads, dim_v), [[Decimal("-inf")] * total for _ in range(heads)]
+    dq, dk, dv = zeros(total, heads, dim), zeros(total, kv_heads, dim), zeros(total, kv_heads, dim_v)
+    scale = scale_of(case)
+    reads = [g for g in range(kv_heads) for _ in range(heads // kv_heads)]
+    for i, keys in enumerate(keys_of(case)):
+        for h, g in enumerate(reads):
+            if not keys:
+                continue
+            scores = [scale * dot(q[i][h], k[j][g]) for j in keys]
+            largest = max(scores)
+            weights = [(score - largest).exp() for score in scores]
+            lse[h][i] = largest + sum(weights, ZERO).ln()
+            p = [weight / sum(weights, ZERO) for weight in weights]
+            for p_j, j in zip(p, keys, strict=True):
+                add(out[i][h], p_j, v[j][g])
+            if dout is None:
+                continue
+            delta = dot(dout[i][h], out[i][h])
+            for p_j, j in zip(p, keys, strict=True):
+                ds = p_j * (dot(dout[i][h], v[j][g]) - delta)
+                add(dv[j][g], p_j, dout[i][h])
+                add(dq[i][h], scale * ds, k[j][g])
+                add(dk[j][g], scale * ds, q[i][h])
+    results = {"out": out, "lse": lse} | ({} if dout is None else {"dq": dq, "dk": dk, "dv": dv})
+    return {name: np.array(values).astype(np.float64) for name, values in results.items()}
+
+
+def _attention(*names: str) -> Callable[[Case], dict[str, Any]]:
+    def answer(case: Case) -> dict[str, Any]:
+        whole = attention(case)
+        return {name: whole[name] for name in names}
+
+    return answer
+
+
+def _context_parallel(*names: str) -> Callable[[Case], dict[str, Any]]:
+    """The rows of the whole buffer's results that each rank holds: ranks change nothing. [C5]"""
+
+    def answer(case: Case) -> dict[str, Any]:
+        whole = attention(case)
+        return {
+            f"{name}.{r}": whole[name][:, rows] if name == "lse" else whole[name][rows]
+            for r, rows in enumerate(held_by(case))
+            for name in names
+        }
+
+    return answer
+
+
+def _merge(case: Case) -> dict[str, Any]:
+    """One softmax over the parts, for every row and head; a part of weight 0 is never read. [A7]"""
+    count = len(case.tensors) // 2
+    outs, lses = ([numbers(case.tensors[f"{name}.{p}"]) for p in range(count)] for name in ("out", "lse"))
+    total, heads, dim = case.tensors["out.0"].shape
+    out, lse = zeros(total, heads, dim), [[Decimal("-inf")] * total for _ in range(heads)]
+    for i in range(total):
+        for h in range(heads):
+            parts = [p for p in range(count) if lses[p][h][i].is_finite()]
+            if not parts:
+                continue
+            largest = max(lses[p][h][i] for p in parts)
+            weights = [(lses[p][h][i] - largest).exp() for p in parts]
+            lse[h][i] = largest + sum(weights, ZERO).ln()
+            for p, weight in zip(parts, weights, strict=True):
+                add(out[i][h], weight / sum(weights, ZERO), outs[p][i][h])
+    return {"out": np.array(out).astype(np.float64), "lse": np.array(lse).astype(np.float64)}
+
+
+_ANSWERS: dict[str, Callable[[Case], dict[str, Any]]] = {
+    "positions": _positions,
+    "labels": _labels,
+    "partition": _partition,
+    "unpartition": _unpartition,
+    "metadata": _metadata,
+    "needed_rows": _needed_rows,
+    "mask": _mask,
+    "step_mask": _step_mask,
+    "merge": _merge,
+    "attention_forward": _attention("out", "lse"),
+    "attention_backward": _attention("dq", "dk", "dv"),
+    "context_parallel_forward": _context_parallel("out", "lse"),
+    "context_parallel_backward": _context_parallel("dq", "dk", "dv"),
+    "refuse": lambda case: {},
+}
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+
+def faults(case: Case) -> set[str]:
+    """The code of everything that is wrong with a must-refuse case: one, or the case would have two right answers."""
+    return set(_offset_faults(case.inputs)) or set(_rank_faults(case.inputs))
+
+
+def _offset_faults(inputs: dict[str, Any]) -> Iterator[str]:
+    """What is wrong with the layout. [L2] [L3] [L4]"""
+    vectors = [inputs["cu_seqlens"], inputs["cu_seqlens_padded"]]
+    total = inputs["total_tokens"]
+    for offsets in vectors:
+        if len(offsets) == 0 or any(isinstance(offset, list) for offset in offsets):
+            yield "offsets_shape"
+            return
+        if not all(isinstance(offset, int) and abs(offset) < 2**63 for offset in offsets):
+            yield "offsets_type"
+            return
+        if offsets[0] != 0:
+            yield "offsets_start"
+        elif any(a > b for a, b in pairwise(offsets)):
+            yield "offsets_decreasing"
+    real, physical = ([b - a for a, b in pairwise(x)] for x in vectors)
+    if len(real) != len(physical):
+        yield "offsets_count"
+    elif min(real + physical, default=0) >= 0 and any(a > b for a, b in zip(real, physical, strict=True)):
+        yield "real_exceeds_physical"
+    if not isinstance(total, int) or total < vectors[1][-1] or total >= 2**62:
+        yield "total_tokens"
+
+
+def _rank_faults(inputs: dict[str, Any]) -> Iterator[str]:
+    """What is wrong with a partition or a metadata call on a good layout. [P6] [R7]"""
+    if inputs["call"] == "layout":
+        return
+    policy, cp, rank = inputs["policy"], inputs["cp_size"], inputs["cp_rank"]
+    if policy not in ("dual_chunk_swap", "packed_contiguous", "packed_dual_chunk_swap"):
+        yield "policy"
+        return
+    if cp < 1:
+        yield "cp_size"
+        return
+    if not 0 <= rank < cp:
+        yield "cp_rank"
+    starts = inputs["cu_seqlens_padded"] if policy == "dual_chunk_swap" else [0]
+    ends = [*starts[1:], inputs["total_tokens"]]
+    pieces = cp if policy == "packed_contiguous" else 2 * cp
+    if any((end - start) % pieces for start, end in zip(starts, ends, strict=True)):
+        yield "not_divisible"
+    if inputs["call"] == "metadata":
+        if min(inputs["window"]) < -1:
+            yield "mask"
+        if inputs["cu_seqlens_padded"][-1] >= 2**31:
+            yield "int32_overflow"
