@@ -52,14 +52,18 @@ class Layouts:
         chunks = cp_size * (1 if policy == "packed_contiguous" else 2)
         padding = self.pick(["none", "all", "all", "last"])
         while True:
-            real = [0 if self.chance(0.25) else int(self.rng.integers(1, 15)) for _ in range(int(self.rng.integers(2, 7)))]
+            real = [
+                0 if self.chance(0.25) else int(self.rng.integers(1, 15)) for _ in range(int(self.rng.integers(2, 7)))
+            ]
             gaps = [self.pick([0, 0, 1, 3]) if padding == "all" else 0 for _ in real]
             gaps[-1] += 2 if padding == "last" else 0
             physical = [a + b for a, b in zip(real, gaps, strict=True)]
             if policy == "dual_chunk_swap":
                 physical = [-(-x // chunks) * chunks for x in physical]
             rows = sum(physical) + (self.pick([1, 2, 5]) if self.chance(0.4) else 0)
-            rows = sum(physical) + -(-(rows - sum(physical)) // chunks) * chunks if policy == "dual_chunk_swap" else rows
+            rows = (
+                sum(physical) + -(-(rows - sum(physical)) // chunks) * chunks if policy == "dual_chunk_swap" else rows
+            )
             rows = -(-rows // chunks) * chunks
             if rows <= 48 and sum(x > 1 for x in real) >= 2 and len(set(real)) > 1:
                 return {
@@ -70,7 +74,9 @@ class Layouts:
 
     def case(self, operation, inputs, tensors=None, features=()):
         self.count += 1
-        return Case(f"{operation}-{self.seed}-{self.count}", operation, "", (), (operation, *features), inputs, tensors or {})
+        return Case(
+            f"{operation}-{self.seed}-{self.count}", operation, "", (), (operation, *features), inputs, tensors or {}
+        )
 
     def attention(self, layout, heads, poison):
         total, (q_heads, kv_heads, dim, dim_v) = layout["total_tokens"], heads
@@ -171,7 +177,12 @@ class Layouts:
         odd = total + 1 + (cp_size == 1)
         wanted = [
             {**no_padding, "total_tokens": odd, "call": "metadata", **cut, "cp_size": total},
-            {**layout, "cu_seqlens": [*cu[:-1], cu[-1], -1], "cu_seqlens_padded": [*padded, padded[-1]], "call": "layout"},
+            {
+                **layout,
+                "cu_seqlens": [*cu[:-1], cu[-1], -1],
+                "cu_seqlens_padded": [*padded, padded[-1]],
+                "call": "layout",
+            },
             {**no_padding, "cu_seqlens": [x + 2 for x in padded], "cu_seqlens_padded": [x + 2 for x in padded]}
             | {"total_tokens": total + 2, "call": "layout"},
             {**layout, "cu_seqlens": [0.0, *cu[1:]], "call": "layout"},

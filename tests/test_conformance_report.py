@@ -358,17 +358,19 @@ def test_the_picture_of_owners():
 
 
 def test_the_picture_of_owners_under_zigzag():
-    vector = make(
-        "partition",
-        {**LAYOUT, "cu_seqlens_padded": [0, 8, 12], "total_tokens": 12, **RANKS, "policy": "dual_chunk_swap"},
-    )
-    svg = ownership_picture(vector, Result("partition", "fail"))
-    assert [title for title in titles(svg) if "rank" in title] == [
+    layout = {"cu_seqlens": [0, 8, 12, 16], "cu_seqlens_padded": [0, 8, 12, 16], "total_tokens": 16}
+    vector = make("partition", {**layout, **RANKS, "policy": "dual_chunk_swap"})
+    assert titles(ownership_picture(vector, Result("partition", "fail"))) == [
+        "rows 0-7: document 0",
+        "rows 8-11: document 1",
+        "rows 12-15: document 2",
         "rows 0-1: rank 0",
         "rows 2-5: rank 1",
         "rows 6-8: rank 0",
         "rows 9-10: rank 1",
-        "rows 11-11: rank 0",
+        "rows 11-12: rank 0",
+        "rows 13-14: rank 1",
+        "rows 15-15: rank 0",
     ]
 
 

@@ -256,7 +256,7 @@ def unpartition_named(results: list[RankResult], name: str, layout: PackedLayout
 @pytest.mark.clause("L5", "C5")
 @settings(max_examples=40)
 @given(
-    case=cases(max_cp_size=6, max_length=20),
+    case=cases(max_length=20),
     mask=masks(),
     repeats=st.lists(st.integers(0, 4), min_size=1, max_size=4),
     dtype=st.sampled_from([np.float64, np.float32]),
@@ -568,7 +568,7 @@ def test_the_environment_chooses_nothing_here(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.clause("R8", "A5", "C5")
 @settings(max_examples=60)
-@given(case=cases(max_cp_size=6, max_length=24), mask=masks())
+@given(case=cases(max_length=24), mask=masks())
 @example(Case(PackedLayout([0, 40]), "packed_contiguous", 4), AttentionMask(window=(3, 0)))
 @example(Case(PackedLayout([0, 1500]), "packed_contiguous", 2), AttentionMask(causal=False, window=(100, 30)))
 @example(Case(PackedLayout([0, 1500, 1600]), "dual_chunk_swap", 2), AttentionMask(window=(700, -1)))

@@ -49,6 +49,7 @@ def test_the_reference_passes_one_test_a_case(run):
     assert re.search(r"^\d{3} passed in ", ended.stdout, re.MULTILINE)
 
 
+@pytest.mark.clause("V9")
 def test_failures_errors_and_skips(run, tmp_path):
     ended = run("-rs", "-v", "--thdcp-adapter=mine:run", FEW, "--junitxml=report.xml", adapter=WRONG)
     out = ended.stdout
@@ -69,6 +70,7 @@ def test_failures_errors_and_skips(run, tmp_path):
     assert "P1 P3 P8" in properties
 
 
+@pytest.mark.clause("V10")
 def test_known_failures_are_strict_both_ways(run, tmp_path):
     known = tmp_path / "known"
     failing = ["partition-packed-contiguous-cp1", "partition-packed-contiguous-cp3"]

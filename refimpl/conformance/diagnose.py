@@ -118,12 +118,11 @@ def diagnose(items: Iterable[tuple[Case, Expected, Answer, str]]) -> Diagnosis:
     failing, passing = [x for x in every if x.failed], [x for x in every if not x.failed]
     if not failing:
         raise ValueError("nothing to diagnose: no answer is wrong")
-    chosen = _explaining(_candidates(failing, passing, None), len(failing))
-    unexplained = set(range(len(failing))).difference(*(candidate.explained for candidate, _ in chosen))
-    if unexplained and (rank := only_rank([failing[i] for i in sorted(unexplained)])) is not None:
-        more = _explaining(_candidates(failing, passing, rank), len(failing), unexplained)
-        chosen += more
-    findings = tuple(_finding(candidate, twins, failing) for candidate, twins in chosen)
+    candidates = _candidates(failing, passing, None)
+    rank = only_rank(failing)
+    if rank is not None and not any(len(candidate.explained) == len(failing) for candidate in candidates):
+        candidates += _candidates(failing, passing, rank)
+    findings = tuple(_finding(candidate, twins, failing) for candidate, twins in _explaining(candidates, len(failing)))
     return Diagnosis(findings, observe(failing, passing))
 
 
@@ -167,11 +166,9 @@ def _scope(explained: Sequence[Item], denied: Sequence[Item]) -> str:
     )
 
 
-def _explaining(
-    candidates: Sequence[Candidate], count: int, unexplained: set[int] | None = None
-) -> list[tuple[Candidate, tuple[str, ...]]]:
+def _explaining(candidates: Sequence[Candidate], count: int) -> list[tuple[Candidate, tuple[str, ...]]]:
     """The fewest candidates that explain most, each with its twins: always the one that explains most of the rest."""
-    left = set(range(count)) if unexplained is None else set(unexplained)
+    left = set(range(count))
     chosen = []
     for scoped in (False, True):
         pool = [candidate for candidate in candidates if bool(candidate.scope) == scoped]
@@ -182,7 +179,8 @@ def _explaining(
                 pool.remove(best)
                 continue
             twins = [other for other in pool if other is not best and other.explained == best.explained]
-            chosen.append((best, tuple(twin.mutant.name for twin in twins)))
+            names = dict.fromkeys(twin.mutant.name for twin in twins if twin.mutant is not best.mutant)
+            chosen.append((best, tuple(names)))
             left -= new
             pool = [other for other in pool if other is not best and other not in twins]
     return chosen
@@ -255,7 +253,7 @@ def _finding(candidate: Candidate, twins: tuple[str, ...], failing: Sequence[Ite
 
 def _rows_in_words(candidate: Candidate, failing: Sequence[Item]) -> str:
     """Which rows of the smallest case that has any match the mutant: rows 5, 6 of document 1 match ..."""
-    name = candidate.mutant.name.replace("-", " ")
+    name = candidate.mutant.name
     explained = sorted((failing[i] for i in candidate.explained), key=lambda item: len(item.target.values))
     for item in explained:
         rows: set[int] = set()
@@ -265,24 +263,26 @@ def _rows_in_words(candidate: Candidate, failing: Sequence[Item]) -> str:
                 wrong = np.moveaxis(found.wrong, found.axis, 0).reshape(len(held), -1).any(axis=1)
                 rows |= set(held[wrong].tolist())
         if rows:
-            return f"{_by_document(item.case, sorted(rows))} match {name} ({item.case.id})"
+            match = "matches" if len(rows) == 1 else "match"
+            return f"{_by_document(item.case, sorted(rows))} {match} {name} ({item.case.id})"
     for item in explained:
         wrong_names = dict.fromkeys(base_name(found.name) for found in wrong_arrays(item))
         if wrong_names:
-            return f"{', '.join(wrong_names)} match{'es' if len(wrong_names) == 1 else ''} {name} ({item.case.id})"
+            match = "matches" if len(wrong_names) == 1 else "match"
+            return f"{', '.join(wrong_names)} {match} {name} ({item.case.id})"
     return ""
 
 
 def _by_document(case: Case, rows: Sequence[int]) -> str:
-    """rows 5, 6 of document 1 and rows 8-11 of padding."""
+    """rows 5, 6 of document 1 and padding rows 8-11."""
     documents: dict[int, list[int]] = {}
     for row in rows:
         documents.setdefault(int(case.layout.document_ids[row]), []).append(row)
-    told = [
-        f"row{'s' if len(own) > 1 else ''} {_ranges(own)} of {f'document {d}' if d >= 0 else 'padding'}"
-        for d, own in sorted(documents.items(), key=lambda pair: pair[1][0])
-    ]
-    return " and ".join(told[:3]) + (f" and of {len(told) - 3} more documents" if len(told) > 3 else "")
+    told = []
+    for d, own in sorted(documents.items(), key=lambda pair: pair[1][0]):
+        numbers = f"row{'s' if len(own) > 1 else ''} {_ranges(own)}"
+        told.append(f"{numbers} of document {d}" if d >= 0 else f"padding {numbers}")
+    return " and ".join(told[:3]) + (" and others" if len(told) > 3 else "")
 
 
 def _ranges(rows: Sequence[int]) -> str:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from refimpl.conformance.cases import Case
 from refimpl.conformance.implementation import layout_visible, once, step_visible
 from refimpl.conformance.mutant import Mutant, mutant
-from refimpl.layout import IntArray, PackedLayout
+from refimpl.layout import IntArray, PackedLayout, offsets_of
 from refimpl.mask import AttentionMask
 from refimpl.metadata import StepMetadata
 from refimpl.partition import partition_indices
@@ -144,34 +144,35 @@ def _by_rows(sees: Callable[[IntArray, IntArray, Bools], Bools], only: Callable[
     return {"layout_visible": whole, "step_visible": step}
 
 
-def leak_in_layout(layout: PackedLayout, mask: AttentionMask) -> Bools:
-    """A document's queries see all of the document before, too."""
-    documents = layout.document_ids
-    leak = (documents[:, None] - 1 == documents[None, :]) & (documents[None, :] >= 0)
-    seen: Bools = layout_visible(layout, mask) | leak
-    return seen
+def _also_of_whole_buffer(sees: Callable[[StepMetadata, AttentionMask, int, int], Bools]) -> Pieces:
+    """The mask of a step, and that of the whole buffer by the same fault, as one step of all queries and all keys."""
+
+    def whole(layout: PackedLayout, mask: AttentionMask) -> Bools:
+        return sees(StepMetadata.of_layout(layout), mask, layout.total_tokens, layout.total_tokens)
+
+    return {"layout_visible": whole, "step_visible": sees}
 
 
-def leak_in_step(step: StepMetadata, mask: AttentionMask, rows_q: int, rows_kv: int) -> Bools:
-    """The same from the offsets of a step."""
-    document_q, _, document_k = _places(step, rows_q, rows_kv)
-    leak = (document_q[:, None] - 1 == document_k[None, :]) & (document_k[None, :] >= 0)
-    seen: Bools = step_visible(step, mask, rows_q, rows_kv) | leak
-    return seen
+def keys_from_document_before(step: StepMetadata, mask: AttentionMask, rows_q: int, rows_kv: int) -> Bools:
+    """The keys of a document begin where those of the document before do, its padding included."""
+    starts, lengths, first_query = step.cu_seqlens_kv_padded.copy(), step.seqlens_kv, step.first_query_positions
+    starts[1:-1] = step.cu_seqlens_kv_padded[:-2]
+    added = np.where(lengths > 0, step.cu_seqlens_kv_padded[:-1] - starts[:-1], 0)
+    earlier = replace(
+        step,
+        cu_seqlens_kv=offsets_of(lengths + added).astype(np.int32),
+        cu_seqlens_kv_padded=starts,
+        max_seqlen_kv=int((lengths + added).max(initial=0)),
+        first_query=(first_query + added).astype(np.int32),
+    )
+    return step_visible(earlier, mask, rows_q, rows_kv)
 
 
 # --- padding --------------------------------------------------------------------------------------------------------
 
 
-def padding_keys_in_layout(layout: PackedLayout, mask: AttentionMask) -> Bools:
+def padding_keys(step: StepMetadata, mask: AttentionMask, rows_q: int, rows_kv: int) -> Bools:
     """Padding of a document are keys of it."""
-    owners = np.append(np.repeat(np.arange(layout.num_documents), layout.seqlens_padded), -np.ones(layout.total_tokens))
-    owners = owners[: layout.total_tokens].astype(np.int64)
-    return mask.visible(layout.document_ids, layout.positions, owners, layout.positions)
-
-
-def padding_keys_in_step(step: StepMetadata, mask: AttentionMask, rows_q: int, rows_kv: int) -> Bools:
-    """The same from the offsets of a step."""
     seen = step_visible(step, mask, rows_q, rows_kv)
     starts = step.cu_seqlens_kv_padded
     for d in np.flatnonzero(step.seqlens_q):
@@ -324,9 +325,8 @@ MUTANTS: tuple[Mutant, ...] = (
     mutant(
         "leak-from-document-before",
         "mask",
-        "shows every document all of the one before",
-        layout_visible=leak_in_layout,
-        step_visible=leak_in_step,
+        "begins the keys of a document at the start of the one before",
+        **_also_of_whole_buffer(keys_from_document_before),
     ),
     mutant(
         "no-document-boundaries",
@@ -339,8 +339,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "padding-as-keys",
         "padding",
         "shows a document's queries its padding, unless a causal mask hides it",
-        layout_visible=padding_keys_in_layout,
-        step_visible=padding_keys_in_step,
+        **_also_of_whole_buffer(padding_keys),
     ),
     mutant(
         "padding-attending-to-itself",

@@ -235,6 +235,15 @@ def late_chunks_not_mirrored(gathered: Array, layout: PackedLayout, policy: Poli
     return buffer
 
 
+def swapped_with_next(shards: Array, rank: int) -> Array:
+    """A rank's own shard and the next rank's in each other's place."""
+    order = list(range(len(shards)))
+    following = (rank + 1) % len(shards)
+    order[rank], order[following] = order[following], order[rank]
+    swapped: Array = shards[order]
+    return swapped
+
+
 def last_rank_alone(shards: Array, rank: int) -> Array:
     """The last rank sees zeros for what the others hold."""
     if rank < len(shards) - 1 or rank == 0:
@@ -484,6 +493,12 @@ MUTANTS: tuple[Mutant, ...] = (
         "collectives",
         "gathers the shards beginning with its own",
         gather=lambda shards, rank: np.roll(shards, -rank, axis=0),
+    ),
+    mutant(
+        "swapped-shards",
+        "collectives",
+        "takes its own gathered K and V and the next rank's for each other",
+        gather=swapped_with_next,
     ),
     mutant(
         "late-chunks-not-mirrored",

@@ -1,8 +1,8 @@
 """Write the vectors, or check that those on disk are what would be written: `python -m refimpl.conformance.generate`.
 
 The only writer of `specs/vectors`. Expected values are the witness's. The reference, whole and in pieces, must give the
-same within the bounds that the vector states, or nothing is written. Every file is compared and written byte by byte:
-no value depends on the machine, on NumPy's version or on a BLAS.
+same within the bounds that the vector states, or nothing is written. Files are compared and written byte by byte: no
+value depends on the machine, on NumPy's version or on a BLAS.
 """
 
 import argparse
@@ -13,13 +13,21 @@ from pathlib import Path
 import numpy as np
 
 from refimpl.conformance import vectors, witness, yardstick
+from refimpl.conformance.adapters import reference
 from refimpl.conformance.cases import Case, Expected, Vector
 from refimpl.conformance.catalogue import CASES
 from refimpl.conformance.implementation import answer
 from refimpl.conformance.judge import differences
+from refimpl.conformance.mutants import MUTANTS, margin
 from refimpl.errors import SpecError
 
 Answer = Callable[[Case], Mapping[str, object]]
+
+ANSWERS: dict[str, Answer] = {"the reference in pieces": answer, "the public reference": reference.run}
+"""The ways in which the reference answers."""
+
+LEAST_MARGIN = 10.0
+"""A mutant that fails a case does so by more than so many bounds, or it might pass on another machine."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,29 +36,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; say what differs")
     check = parser.parse_args(arguments).check
     try:
-        files = build(CASES)
+        made = make(CASES)
+        check_kills(made)
+        files = files_of(made)
         changed = stale(files, vectors.FOLDER)
+        if not check:
+            write(files, vectors.FOLDER)
     except (SpecError, OSError) as error:
         print(f"generate: {error}", file=sys.stderr)
         return 2
     if check and changed:
         print(f"generate --check: {len(changed)} files differ, the first of them {changed[0]}", file=sys.stderr)
         return 1
-    if not check:
-        write(files, vectors.FOLDER)
     size = sum(map(len, files.values()))
-    print(f"{len(CASES)} vectors in {len(files)} files, {size / 2**20:.1f} MiB; {len(changed)} changed")
+    print(f"{len(made)} vectors in {len(files)} files, {size / 2**20:.1f} MiB; {len(changed)} changed")
     return 0
 
 
-def build(cases: Sequence[Case]) -> dict[str, bytes]:
-    """Every file of the folder but README.md and schema.json, by name, the manifest last. [V2]"""
-    files: dict[str, bytes] = {}
+def make(cases: Sequence[Case]) -> list[Vector]:
+    """The cases with their right answers, checked, with progress on a terminal."""
+    made = []
     for i, case in enumerate(cases):
-        _progress(i, len(cases), case.id)
-        files |= vectors.encode(vector_of(case))
-    _progress(len(cases), len(cases), "")
-    return files | {vectors.MANIFEST: vectors.manifest(files)}
+        _show(f"{i}/{len(cases)} {case.id}")
+        made.append(vector_of(case))
+    _show("")
+    return made
 
 
 def vector_of(case: Case) -> Vector:
@@ -60,36 +70,32 @@ def vector_of(case: Case) -> Vector:
         SpecError: usage, when the reference answers otherwise than the witness. [V4] [V6] [V7]
     """
     expected = expected_of(case)
-    for name, run in answers().items():
+    for name, run in ANSWERS.items():
         _agree(case, expected, name, run)
     return Vector(case, expected, kills_of(case, expected))
 
 
 def expected_of(case: Case) -> Expected:
-    """The right answer by the witness alone. [V4]"""
-    if case.operation != "refuse":
-        arrays = witness.expected(case)
-        bounds = yardstick.bounds(case, arrays)
-        if not np.isfinite([bound for outputs in bounds.values() for bound in outputs.values()]).all():
-            raise SpecError("usage", f"{case.id}: a plain implementation overflows in one of {', '.join(bounds)}")
-        return Expected(arrays, None, bounds)
-    codes = witness.faults(case)
-    if len(codes) != 1:
-        raise SpecError("usage", f"{case.id}: one fault is needed, not {sorted(codes)}: which code is right?")
-    return Expected({}, codes.pop())
+    """The right answer by the witness alone, and how far another may lie from it.
 
-
-def answers() -> dict[str, Answer]:
-    """The ways in which the reference answers, by name."""
-    from refimpl.conformance.adapters import reference
-
-    return {"implementation": answer, "the public reference": reference.run}
+    Raises:
+        SpecError: usage, for a case without exactly one right answer. [V4] [V5] [V6]
+    """
+    if case.operation == "refuse":
+        codes = witness.faults(case)
+        if len(codes) != 1:
+            raise SpecError("usage", f"{case.id}: expected one fault, not {sorted(codes)}: which code would be right?")
+        return Expected({}, codes.pop())
+    arrays = witness.expected(case)
+    bounds = yardstick.bounds(case, arrays)
+    if not np.isfinite([bound for outputs in bounds.values() for bound in outputs.values()]).all():
+        raise SpecError("usage", f"{case.id}: a plain implementation overflows in one of {', '.join(bounds)}")
+    return Expected(arrays, None, bounds)
 
 
 def _agree(case: Case, expected: Expected, name: str, run: Answer) -> None:
     try:
-        found = run(case)
-        code = None
+        found, code = run(case), None
     except SpecError as error:
         found, code = {}, error.code
     if code != expected.error:
@@ -100,14 +106,34 @@ def _agree(case: Case, expected: Expected, name: str, run: Answer) -> None:
 
 
 def kills_of(case: Case, expected: Expected) -> tuple[str, ...]:
-    """The mutants that fail the case, by name. [V7]"""
-    from refimpl.conformance.mutants import MUTANTS, failing
+    """The mutants that fail the case, by name.
 
-    return tuple(mutant.name for mutant in MUTANTS if failing(case, expected, mutant))
+    Raises:
+        SpecError: usage, when one of them fails it by a narrow margin. [V7]
+    """
+    margins = {mutant.name: margin(case, expected, mutant) for mutant in MUTANTS}
+    for name, times in margins.items():
+        if 1 < times < LEAST_MARGIN:
+            raise SpecError("usage", f"{case.id}: {name} fails by {times:.1f} bounds only: change the numbers")
+    return tuple(name for name, times in margins.items() if times > 1)
+
+
+def check_kills(made: Sequence[Vector]) -> None:
+    """Every mutant fails some vector; else SpecError `usage`. [V7]"""
+    killed = {name for vector in made for name in vector.kills}
+    alive = [mutant.name for mutant in MUTANTS if mutant.name not in killed]
+    if alive:
+        raise SpecError("usage", f"no case finds {', '.join(alive)}: add one to the catalogue")
+
+
+def files_of(made: Sequence[Vector]) -> dict[str, bytes]:
+    """Every file of the folder but README.md and schema.json, by name, the manifest last. [V2]"""
+    files = {name: content for vector in made for name, content in vectors.encode(vector).items()}
+    return files | {vectors.MANIFEST: vectors.manifest(files)}
 
 
 def stale(files: Mapping[str, bytes], folder: Path) -> list[str]:
-    """What on disk is not as it should be, each as the name of a file and what is wrong with it."""
+    """What on disk is not as it should be: the name of each such file, and what is wrong with it. [V2]"""
     complaints = []
     for name, content in files.items():
         path = folder / name
@@ -115,11 +141,13 @@ def stale(files: Mapping[str, bytes], folder: Path) -> list[str]:
             complaints.append(f"{name}: missing")
         elif path.read_bytes() != content:
             complaints.append(f"{name}: {_first_difference(path.read_bytes(), content)}")
-    known = {*files, "schema.json"}
-    if folder.exists():
-        found = (path.name for path in sorted(folder.iterdir()) if path.suffix in (".json", ".npz"))
-        complaints += [f"{name}: no case has it" for name in found if name not in known]
-    return complaints
+    return complaints + [f"{name}: no case has it" for name in _left_over(files, folder)]
+
+
+def _left_over(files: Mapping[str, bytes], folder: Path) -> list[str]:
+    """Files of a vector's kind that no case has."""
+    found = sorted(path.name for path in folder.glob("*") if path.suffix in (".json", ".npz"))
+    return [name for name in found if name not in files and name != "schema.json"]
 
 
 def _first_difference(found: bytes, wanted: bytes) -> str:
@@ -128,23 +156,22 @@ def _first_difference(found: bytes, wanted: bytes) -> str:
         if line != other:
             told = (text.decode(errors="replace").strip()[:60] for text in (line, other))
             return "line {} is {!r}, not {!r}".format(number, *told)
-    return f"{len(found)} bytes that differ from the {len(wanted)} generated"
+    return f"its {len(found)} bytes are not the {len(wanted)} generated"
 
 
 def write(files: Mapping[str, bytes], folder: Path) -> None:
-    """Make the folder hold these files, and none of its old ones that no case has."""
+    """Make the folder hold these files, and no others of a vector's kind. [V2]"""
     folder.mkdir(parents=True, exist_ok=True)
-    for path in folder.iterdir():
-        if path.suffix in (".json", ".npz") and path.name not in (*files, "schema.json"):
-            path.unlink()
+    for name in _left_over(files, folder):
+        (folder / name).unlink()
     for name, content in files.items():
         if not (folder / name).exists() or (folder / name).read_bytes() != content:
             (folder / name).write_bytes(content)
 
 
-def _progress(done: int, of: int, what: str) -> None:
+def _show(text: str) -> None:
     if sys.stderr.isatty():
-        print(f"\r\033[K{done}/{of} {what}" if what else "\r\033[K", end="", file=sys.stderr, flush=True)
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

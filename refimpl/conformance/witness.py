@@ -23,6 +23,7 @@ Row = tuple[int, int]
 
 DIGITS = decimal.Context(prec=50, Emin=-(10**9), Emax=10**9)
 ZERO = Decimal(0)
+NOTHING = 1e-40
 IGNORE = -100
 
 
@@ -183,6 +184,13 @@ def numbers(x: Array) -> Any:
     return [numbers(part) for part in x] if np.ndim(x) else Decimal(float(x))
 
 
+def rounded(values: Any) -> Array:
+    """Nested lists of decimal numbers as float64; 0 for what is smaller than the digits computed can tell from it."""
+    exact = np.array(values, dtype=object)
+    result: Array = np.where(abs(exact) < NOTHING, 0.0, exact).astype(np.float64)
+    return result
+
+
 def dot(x: Sequence[Decimal], y: Sequence[Decimal]) -> Decimal:
     """The inner product."""
     return sum((a * b for a, b in zip(x, y, strict=True)), ZERO)
@@ -228,7 +236,7 @@ def attention(case: Case) -> dict[str, Array]:
                 add(dq[i][h], scale * ds, k[j][g])
                 add(dk[j][g], scale * ds, q[i][h])
     results = {"out": out, "lse": lse} | ({} if dout is None else {"dq": dq, "dk": dk, "dv": dv})
-    return {name: np.array(values).astype(np.float64) for name, values in results.items()}
+    return {name: rounded(values) for name, values in results.items()}
 
 
 def _attention(*names: str) -> Callable[[Case], dict[str, Any]]:
@@ -269,7 +277,7 @@ def _merge(case: Case) -> dict[str, Any]:
             lse[h][i] = largest + sum(weights, ZERO).ln()
             for p, weight in zip(parts, weights, strict=True):
                 add(out[i][h], weight / sum(weights, ZERO), outs[p][i][h])
-    return {"out": np.array(out).astype(np.float64), "lse": np.array(lse).astype(np.float64)}
+    return {"out": rounded(out), "lse": rounded(lse)}
 
 
 _ANSWERS: dict[str, Callable[[Case], dict[str, Any]]] = {

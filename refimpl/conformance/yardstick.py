@@ -4,8 +4,8 @@ Defines `bounds`. The rule is that of `refimpl.tolerance`: twice the error of th
 dtype, every intermediate rounded to it, plus an absolute term. Two things differ, so that a bound is the same number on
 every machine: products are summed in the order of their indices instead of by a BLAS, and exponentials and logarithms
 are taken in float64 before they are rounded. And there are two plain implementations, of which the worse one counts:
-the backward of the second takes its weights from the lse, as kernels do, which where scores are large is most of their
-error.
+the second computes as kernels do, with powers of 2, and in the backward from the lse. Where scores are large, that is
+most of their error.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -75,20 +75,17 @@ def _dtype(name: str) -> Any:
     return _BFloat16() if name == "bfloat16" else np.dtype(name)
 
 
-def product(a: Array, b: Array) -> Array:
-    """The matrix product a @ b in float32, summed in the order of the inner index."""
+def product(a: Array, b: Array, descending: bool = False) -> Array:
+    """The matrix product a @ b in float32, summed in the ascending or descending order of the inner index."""
     total = np.zeros((a.shape[0], b.shape[1]), np.float32)
-    for c in range(a.shape[1]):
+    for c in range(a.shape[1])[:: -1 if descending else 1]:
         total += a[:, c, None] * b[None, c, :]
     return total
 
 
-def _exp(x: Array) -> Array:
-    return np.exp(x.astype(np.float64)).astype(np.float32)
-
-
-def _log(x: Array) -> Array:
-    return np.log(x.astype(np.float64)).astype(np.float32)
+def _in_float64(function: Callable[[Array], Array], x: Array) -> Array:
+    """A function of float32 numbers, rounded to float32: the same on every machine, which np.exp of float32 is not."""
+    return function(x.astype(np.float64)).astype(np.float32)
 
 
 def _plain_answers(case: Case, rounded: Round) -> Iterator[dict[str, Array]]:
@@ -96,8 +93,8 @@ def _plain_answers(case: Case, rounded: Round) -> Iterator[dict[str, Array]]:
     if case.operation == "merge":
         yield _plain_merge(case, rounded)
         return
-    for from_lse in (False, True):
-        whole = _plain(case, rounded, from_lse)
+    for second in (False, True):
+        whole = _plain(case, rounded, second)
         if case.operation.startswith("attention"):
             yield whole
         else:
@@ -108,13 +105,17 @@ def _plain_answers(case: Case, rounded: Round) -> Iterator[dict[str, Array]]:
             }
 
 
-def _plain(case: Case, rounded: Round, from_lse: bool) -> dict[str, Array]:
+def _plain(case: Case, rounded: Round, second: bool) -> dict[str, Array]:
     """The formulas of attention, forward and (if there is a dout) backward, on the whole buffer.
 
     Args:
-        from_lse: the backward takes its weights from an lse stored in float32 and one unit in the last place off, and
-            rounds every product in delta.
+        second: as kernels do it. Weights are powers of 2, of scores times log2(e) in float32; the backward takes them
+            from an lse that is stored in float32 and one unit in the last place off; sums run in descending order.
     """
+
+    def times(a: Array, b: Array) -> Array:
+        return product(a, b, descending=second)
+
     keys = keys_of(case)
     visible = np.array([[j in seen for j in range(len(keys))] for seen in keys])
     rows = np.flatnonzero(visible.any(axis=1))
@@ -126,24 +127,25 @@ def _plain(case: Case, rounded: Round, from_lse: bool) -> dict[str, Array]:
     dq, dk, dv = (np.zeros(x.shape, np.float32) for x in (q, k, v))
     for h in range(q.shape[1]):
         g = h // (q.shape[1] // k.shape[1])
-        s = np.where(visible, rounded(rounded(product(q[:, h], k[:, g].T)) * scale), np.float32(-np.inf))
-        largest = s.max(axis=1, keepdims=True, initial=-np.inf)
-        e = rounded(_exp(s - largest))
-        total = rounded(product(e, ones))
+        s = np.where(visible, rounded(rounded(times(q[:, h], k[:, g].T)) * scale), np.float32(-np.inf))
+        power, base = (np.exp2, np.float32(np.log2(np.e))) if second else (np.exp, np.float32(1))
+        largest = (s * base).max(axis=1, keepdims=True, initial=-np.inf)
+        e = rounded(_in_float64(power, s * base - largest))
+        total = rounded(times(e, ones))
         p = rounded(e / total)
-        out[:, h] = rounded(product(p, v[:, g]))
-        stored = largest + _log(total)  # in float32, whatever the dtype
+        out[:, h] = rounded(times(p, v[:, g]))
+        stored = largest / base + _in_float64(np.log, total)  # in float32, whatever the dtype
         lse[h] = rounded(stored)[:, 0]
         if dout is None:
             continue
-        if from_lse:
-            p = rounded(_exp(s - np.nextafter(stored, np.float32(np.inf))))
+        if second:
+            p = rounded(_in_float64(power, s * base - np.nextafter(stored, np.float32(np.inf)) * base))
         products = dout[:, h] * out[:, h]
-        delta = rounded(product(rounded(products) if from_lse else products, np.ones((v.shape[2], 1), np.float32)))
-        ds = rounded(p * rounded(rounded(product(dout[:, h], v[:, g].T)) - delta))
-        dq[:, h] = rounded(scale * product(ds, k[:, g]))
-        dk[:, g] += rounded(scale * product(ds.T, q[:, h]))
-        dv[:, g] += rounded(product(p.T, dout[:, h]))
+        delta = rounded(times(rounded(products) if second else products, np.ones((v.shape[2], 1), np.float32)))
+        ds = rounded(p * rounded(rounded(times(dout[:, h], v[:, g].T)) - delta))
+        dq[:, h] = rounded(scale * times(ds, k[:, g]))
+        dk[:, g] += rounded(scale * times(ds.T, q[:, h]))
+        dv[:, g] += rounded(times(p.T, dout[:, h]))
     results = {"out": out, "lse": lse.T, "dq": dq, "dk": rounded(dk), "dv": rounded(dv)}
     whole = {}
     for name, x in results.items():
@@ -160,7 +162,11 @@ def _plain_merge(case: Case, rounded: Round) -> dict[str, Array]:
     lses = np.stack([np.asarray(case.tensors[f"lse.{p}"], np.float32) for p in range(count)])
     largest = lses.max(axis=0)
     some = np.isfinite(largest)
-    e = rounded(_exp(rounded(np.where(np.isfinite(lses), lses, np.float32(-np.inf)) - np.where(some, largest, 0))))
+    e = rounded(
+        _in_float64(
+            np.exp, rounded(np.where(np.isfinite(lses), lses, np.float32(-np.inf)) - np.where(some, largest, 0))
+        )
+    )
     total = np.zeros_like(largest)
     for part in e:
         total += part
@@ -169,4 +175,4 @@ def _plain_merge(case: Case, rounded: Round) -> dict[str, Array]:
     out = np.zeros_like(outs[0])
     for part, weight in zip(outs, rounded(e / safe), strict=True):
         out += np.where(weight.T[..., None] > 0, part, 0) * weight.T[..., None]
-    return {"out": rounded(out), "lse": np.where(some, rounded(largest + rounded(_log(safe))), -np.inf)}
+    return {"out": rounded(out), "lse": np.where(some, rounded(largest + rounded(_in_float64(np.log, safe))), -np.inf)}
