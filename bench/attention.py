@@ -3,8 +3,8 @@
     python bench/attention.py [--repeats N] [--documents 1,16,256,39] [--head-dim 64,128] [--workers N]
     python bench/attention.py --memory
 
-Both sides get the same threads, and take turns in one process, so that a slow phase of the machine hits both. A ratio is
-PyTorch's time over ours, the median over the turns: above 1, ours is faster. Before anything is timed, both must agree.
+Both sides get the same threads, and take turns in one process, so that a slow phase of the machine hits both. A ratio
+is PyTorch's time over ours, the median over the turns: above 1, ours is faster. Both must agree before any timing.
 
 PyTorch has no packed attention on a CPU, so it loops over the documents, as cheaply as it can: views from `torch.split`
 (whose backward is one concatenation; slicing would add a whole gradient buffer for every document) and `enable_gqa`.
@@ -45,6 +45,7 @@ class Workload:
 
     @property
     def split_lengths(self) -> list[int]:
+        """What `torch.split` is given."""
         return [*self.layout.seqlens.tolist(), self.layout.total_tokens - int(self.layout.cu_seqlens[-1])]
 
 
@@ -117,8 +118,8 @@ def pytorch(workload: Workload, arrays: Any) -> dict[str, Callable[[], Any]]:
 def check_agreement(workload: Workload, mine: Any, theirs: Any) -> None:
     """Both within 2e-5 of the largest value, on real rows."""
     real = workload.layout.document_ids >= 0
-    for name, a, b in zip(("out", "dq", "dk", "dv"), mine, theirs, strict=False):
-        a, b = np.asarray(a)[real], np.asarray(b)[real]
+    for name, ours, torchs in zip(("out", "dq", "dk", "dv"), mine, theirs, strict=False):
+        a, b = np.asarray(ours)[real], np.asarray(torchs)[real]
         error = np.abs(a - b).max() / np.abs(b).max()
         if not error < 2e-5:
             sys.exit(f"{workload.name}: {name} differs from PyTorch's by {error:.1e} of its largest value")

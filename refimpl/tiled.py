@@ -357,16 +357,19 @@ def _backward_task(
         dqueries = scratch("dq", batch, rows, dim)
         dqueries.fill(0)
         # Rounding an lse as large as this moves p by a factor of e or more. Let a score so close count as reached.
+        # Such queries alone are treated so: a document changes no bit of another in its batch.
         rounding = np.abs(logsum) * np.finfo(scratch.dtype).eps
-        coarse = bool((rounding > 1).any())
-        if coarse:
-            queries[:, :, dim] = 0
-            logsum -= np.where(rounding > 1, 4 * rounding, 0)
+        is_coarse = rounding > 1
+        any_coarse = bool(is_coarse.any())
+        if any_coarse:
+            queries[:, :, dim:][is_coarse] = 0
+            logsum = np.where(is_coarse, logsum - 4 * rounding, 0)
         for tile in _tiles(first, last):
             at = slice(tile.queries.start * group, tile.queries.stop * group)
             p = _scores(queries, keys, first, last, tile, scratch)
-            if coarse:
-                np.minimum(np.subtract(p, logsum[:, at], out=p), 0, out=p)
+            if any_coarse:
+                p -= logsum[:, at]
+                np.minimum(p, 0, out=p, where=is_coarse[:, at])
             np.exp(p, out=p)
             width = p.shape[2]
             dvalues[:, tile.keys] += np.matmul(

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from functools import cache
 
 import pytest
 from support import refused
@@ -10,6 +11,8 @@ from support import refused
 from refimpl.conformance import check, vectors
 from refimpl.conformance.adapters import check_spec, load
 from refimpl.conformance.declaration import Declaration
+
+loaded = cache(vectors.load)
 
 HERE = "refimpl.conformance.adapters"
 
@@ -92,7 +95,7 @@ def test_loading_calls_nothing(folder):
 def test_the_reference_passes_every_case(name, require):
     require("ml_dtypes")
     adapter = load(f"{HERE}.{name}:run")
-    results = check.run_adapter(vectors.load(), adapter)
+    results = check.run_adapter(loaded(), adapter)
     assert {(result.id, result.message) for result in results if result.verdict != "pass"} == set()
     assert adapter.declaration.lacks == ()
 
@@ -100,7 +103,7 @@ def test_the_reference_passes_every_case(name, require):
 @pytest.mark.parametrize("name", ["zeros", "identity"])
 @pytest.mark.clause("C5")
 def test_what_answers_nothing_of_its_own_fails_every_case_of_attention(name):
-    cases = [vector for vector in vectors.load() if {"attention", "context_parallel"} & set(vector.case.features)]
+    cases = [vector for vector in loaded() if {"attention", "context_parallel"} & set(vector.case.features)]
     assert len(cases) > 50
     results = check.run_adapter(cases, load(f"{HERE}.{name}:run"))
     assert [result.id for result in results if result.verdict != "fail"] == []
@@ -110,7 +113,7 @@ def test_what_answers_nothing_of_its_own_fails_every_case_of_attention(name):
 def test_it_does_not_fail_for_the_integers(name):
     """So what fails it is what it is an example of."""
     plain = ("positions", "labels", "partition", "metadata", "needed_rows", "mask", "refuse")
-    cases = [vector for vector in vectors.load() if vector.case.operation in plain]
+    cases = [vector for vector in loaded() if vector.case.operation in plain]
     results = check.run_adapter(cases, load(f"{HERE}.{name}:run"))
     assert {result.verdict for result in results} == {"pass"}
 

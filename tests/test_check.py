@@ -4,10 +4,13 @@ import io
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 import zipfile
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,12 +18,14 @@ from support import refused
 
 from refimpl.cli import main
 from refimpl.conformance import check, vectors
-from refimpl.conformance.adapters import Adapter, Skip
+from refimpl.conformance.adapters import Adapter, Skip, reference
 from refimpl.conformance.cases import FEATURES, Case, Expected, Vector
 from refimpl.conformance.check import Answered, Checked, Crashed, Refused, Result, Skipped, Split, judge
 from refimpl.conformance.declaration import Declaration, as_declaration
 from refimpl.conformance.selection import read_known, select
 from refimpl.errors import SpecError
+
+loaded = cache(vectors.load)
 
 LAYOUT = {"cu_seqlens": [0, 3, 5], "cu_seqlens_padded": [0, 4, 6], "total_tokens": 6}
 MASK = {"causal": True, "window": [-1, -1], "softmax_scale": None}
@@ -193,7 +198,7 @@ def test_an_adapter_may_write_into_its_inputs():
 
 @pytest.mark.clause("N3")
 def test_inputs_keep_their_place_in_memory():
-    vector = next(vector for vector in vectors.load() if 0 in vector.case.inputs.get("strides", {}).get("dout", ()))
+    vector = next(vector for vector in loaded() if 0 in vector.case.inputs.get("strides", {}).get("dout", ()))
     copy = check.copied(vector.case).tensors["dout"]
     assert copy.strides == vector.case.tensors["dout"].strides
     assert not np.shares_memory(copy, vector.case.tensors["dout"])
@@ -482,14 +487,11 @@ ZEROS = "refimpl.conformance.adapters.zeros:run"
 FEW = ("--only", "partition-packed-contiguous-*")
 
 
-@pytest.fixture
-def answers(tmp_path):
+@pytest.fixture(scope="module")
+def all_answers(tmp_path_factory):
     """The reference's answers to all cases as files."""
-    from refimpl.conformance.adapters import reference
-
-    folder = tmp_path / "answers"
-    folder.mkdir()
-    for vector in vectors.load():
+    folder = tmp_path_factory.mktemp("answers")
+    for vector in loaded():
         name = vector.case.id
         try:
             np.savez(folder / f"{name}.npz", **reference.run(vector.case))
@@ -499,10 +501,16 @@ def answers(tmp_path):
     return folder
 
 
+@pytest.fixture
+def answers(all_answers, tmp_path):
+    """A copy of them to spoil."""
+    return Path(shutil.copytree(all_answers, tmp_path / "answers"))
+
+
 def test_files_of_the_reference_pass(thdcp, answers):
     status, out, err = thdcp(answers)
     assert (status, err) == (0, "")
-    count = len(vectors.load())
+    count = len(loaded())
     assert f"results in {answers} (from files): {count} cases in float64" in out
     assert f"{count} of {count} cases pass" in out
 
@@ -555,7 +563,7 @@ def test_dtype_overrides_the_declaration(thdcp):
 def test_list(thdcp):
     status, out, err = thdcp("--list", "--only", "partition-*")
     assert (status, err) == (0, "")
-    chosen = select(vectors.load(), ["partition-*"])
+    chosen = select(loaded(), ["partition-*"])
     for vector in chosen:
         assert f"{vector.case.id}\n    partition; " in out
         assert vector.case.why in out
@@ -567,7 +575,7 @@ def test_export_holds_the_questions_and_no_answer(thdcp, tmp_path):
     status, out, err = thdcp("--export", folder)
     assert (status, err) == (0, "")
     assert "README.md there says how to answer" in out
-    for vector in vectors.load():
+    for vector in loaded():
         case = vector.case
         content = json.loads((folder / f"{case.id}.json").read_text())
         assert not {"expected", "expected_tensors", "error", "bounds", "kills"} & set(content)
@@ -594,7 +602,7 @@ def test_export_replaces_its_own_files_alone(thdcp, tmp_path):
     after = sorted(path.name for path in tmp_path.iterdir())
     assert set(before) > set(after) > {"results", "notes.txt", "export.json"}
     assert {name for name in after if "-" in name} == {
-        f"{vector.case.id}.json" for vector in select(vectors.load(), [FEW[1]])
+        f"{vector.case.id}.json" for vector in select(loaded(), [FEW[1]])
     }
 
 

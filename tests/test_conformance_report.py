@@ -3,6 +3,7 @@
 import io
 import json
 import re
+from functools import cache
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
@@ -22,6 +23,8 @@ from refimpl.conformance.locate import Place, place_of, wrong_elements, wrong_ro
 from refimpl.conformance.page import as_html
 from refimpl.conformance.pictures import mask_picture, ownership_picture
 from refimpl.conformance.report import as_json, as_junit, show, summary, versions, write_reports
+
+loaded = cache(vectors.load)
 
 LAYOUT = {"cu_seqlens": [0, 5, 8], "cu_seqlens_padded": [0, 5, 9], "total_tokens": 10}
 MASK = {"causal": True, "window": [-1, -1], "softmax_scale": None}
@@ -217,7 +220,7 @@ def test_reports_are_written_whole(tmp_path):
 
 
 def test_a_diagnosis_is_told_first_and_everywhere():
-    some = {vector.case.id: vector for vector in vectors.load() if vector.case.id.startswith("cp-forward-dual")}
+    some = {vector.case.id: vector for vector in loaded() if vector.case.id.startswith("cp-forward-dual")}
     results = run_adapter(tuple(some.values()), load("refimpl.conformance.adapters.zeros:run"))
     found = diagnosed(Checked("zeros", Declaration(), tuple(results), some))
     first = diagnosis_lines(found)[0]
@@ -315,7 +318,7 @@ def test_the_page_shows_a_failing_case():
 
 @pytest.mark.parametrize("name", ["zeros", "identity"])
 def test_a_page_of_many_failures_opens(name):
-    by_id = {vector.case.id: vector for vector in vectors.load()}
+    by_id = {vector.case.id: vector for vector in loaded()}
     results = run_adapter(tuple(by_id.values()), load(f"refimpl.conformance.adapters.{name}:run"))
     html = page(Checked(name, Declaration(), tuple(results), by_id))
     assert read(html).tags.count("svg") > 50

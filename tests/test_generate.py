@@ -239,6 +239,17 @@ class TestRefusesToWrite:
         with refused("usage", "refuse-x: expected one fault", codes):
             generate.expected_of(case)
 
+    @pytest.mark.clause("V1")
+    @pytest.mark.parametrize(
+        ("value", "complaint"), [(0.1, "not every dtype"), (1e5, "not every dtype"), (np.nan, "in a token")]
+    )
+    def test_inputs_that_are_not_the_same_for_everyone(self, value, complaint):
+        case = BY_ID["attention-forward-causal"]
+        k = case.tensors["k"].copy()
+        k[3, 1, 2] = value
+        with refused("usage", "attention-forward-causal: k holds", complaint):
+            generate.vector_of(replace(case, tensors=case.tensors | {"k": k}))
+
     @pytest.mark.clause("V6")
     def test_numbers_that_overflow_a_dtype(self):
         case = BY_ID["attention-forward-causal"]
@@ -298,7 +309,7 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("damage", "complaint"),
         [
-            (lambda path: path.write_text(path.read_text().replace('"clauses"', '"clause"')), "line 6 is"),
+            (lambda path: path.write_text(path.read_text().replace('"clauses"', '"clause"')), "line 6 has"),
             (lambda path: path.write_bytes(path.read_bytes() + b"\n"), "bytes are not the"),
             (lambda path: path.unlink(), "missing"),
             (lambda path: path.with_name("more.npz").write_bytes(b"x"), "more.npz: no case has it"),

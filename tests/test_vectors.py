@@ -110,6 +110,13 @@ class TestShipped:
                 assert (rows == (-np.inf if name == "lse" else 0)).all(), case.id
                 assert np.isfinite(x[:, ~padding] if name == "lse" else x[~padding]).all(), case.id
 
+    @pytest.mark.clause("A3", "V8")
+    def test_zeros_are_right_nowhere(self, shipped):
+        """A backend of zeros fails every question about attention."""
+        for vector in shipped:
+            if "attention" in vector.case.features or "context_parallel" in vector.case.features:
+                assert any((x != 0).any() for x in vector.expected.arrays.values()), vector.case.id
+
     @pytest.mark.clause("V3")
     def test_numpy_alone_reads_them(self):
         """What a consumer without this package does."""

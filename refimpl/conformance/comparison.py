@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from refimpl.conformance.cases import Case, Expected, base_name
 from refimpl.conformance.implementation import answer
 from refimpl.conformance.judge import TOKEN_AXIS, exact_rows
-from refimpl.conformance.mutants import Mutant, touches
+from refimpl.conformance.mutant import Mutant
+from refimpl.conformance.mutants import touches
 from refimpl.errors import SpecError
 from refimpl.layout import IntArray
 from refimpl.tolerance import largest_finite
@@ -231,6 +232,11 @@ class Item:
     def failed(self) -> bool:
         """Whether anything is wrong."""
         return self.wrong_outcome or bool(self.wrong.any())
+
+    @cached_property
+    def poisoned(self) -> bool:
+        """Whether inputs hold NaN or infinity."""
+        return self.case.operation != "merge" and not all(np.isfinite(x).all() for x in self.case.tensors.values())
 
     @cached_property
     def sample(self) -> IntArray:

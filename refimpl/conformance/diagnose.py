@@ -3,8 +3,8 @@
 Defines `diagnose`, `Diagnosis` and `Finding`. Every mutant is replayed on failing cases and compared, element by
 element, with what the implementation answered. A mutant is named if it predicts all wrong and all right elements of at
 least one failing case, and of no case that passes a wrong one: it is then the fault, or one that nobody can tell from
-it by these cases. Numbers agree within the bounds of the implementation's dtype; agreement that chance could bring about
-(few elements, coarse dtypes) names nothing.
+it by these cases. Numbers agree within the bounds of the implementation's dtype. Agreement that chance could bring
+about (few elements, coarse dtypes) names nothing.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,8 +14,9 @@ from itertools import zip_longest
 import numpy as np
 
 from refimpl.conformance.cases import FEATURES, Case, Expected, base_name
-from refimpl.conformance.comparison import CRASH, Answer, Item, alike, matches, replay, tolerance
-from refimpl.conformance.mutants import MUTANTS, Mutant
+from refimpl.conformance.comparison import CRASH, Answer, Bools, Floats, Item, alike, matches, replay, tolerance
+from refimpl.conformance.mutant import Mutant
+from refimpl.conformance.mutants import MUTANTS
 from refimpl.conformance.observation import Observation, observe, only_rank, rows_in_buffer, wrong_arrays
 
 MOST_CASES = 24
@@ -154,7 +155,7 @@ def _varied(failing: Sequence[Item]) -> list[int]:
 
 
 def _scope(explained: Sequence[Item], denied: Sequence[Item]) -> str:
-    """A feature that all explained cases need and no contradicting one does; "" if there is none, or no need for one."""
+    """A feature that all explained cases need and no contradicting one does; "" if there is none, or nothing denied."""
     return next(
         (
             feature
@@ -187,31 +188,45 @@ def _explaining(candidates: Sequence[Candidate], count: int) -> list[tuple[Candi
 
 
 def match_of(item: Item, mutant: Mutant, rank: int | None = None) -> Match:
-    """How well a mutant predicts a failing item."""
+    """How well a mutant predicts a failing item.
+
+    Where padding holds NaN and a fault lets it in, it depends on the order of operations how far NaN spreads. So finite
+    numbers are enough there, if they agree wherever both have one.
+    """
     told = replay(item.target, mutant, rank)
     wrong = max(1, int(item.wrong.sum()))
     none = Match(False, wrong, 0, 0.0)
     if told is None:
         return none
     if item.wrong_outcome or told.error:
-        same = item.wrong_outcome and told.error == item.reply.error
-        return Match(True, wrong, wrong, EVIDENCE if told.error != CRASH else 0.0) if same else none
-    needed = 1.0 if item.dtype == "float64" else ALMOST_ALL
+        if not item.wrong_outcome or told.error != item.reply.error:
+            return none
+        return Match(True, wrong, wrong, EVIDENCE if told.error != CRASH else 0.0)
     some = item.sample
-    some_limits = tolerance(item.target, told, item.dtype, some)
-    if len(some) and np.mean(alike(item.reply.values[some], told.values[some], some_limits)) < min(needed, 0.9):
+    given_some, told_some = item.reply.values[some], told.values[some]
+    same = alike(given_some, told_some, tolerance(item.target, told, item.dtype, some))
+    if len(some) and np.mean(same | (item.poisoned & (np.isfinite(given_some) != np.isfinite(told_some)))) < 0.9:
         return none
     limits = tolerance(item.target, told, item.dtype)
-    same_values = matches(item.target, item.reply, told, limits)
+    same = matches(item.target, item.reply, told, limits)
     concerned = item.wrong | told.wrong(item.target, item.dtype)
-    predicted = same_values & item.wrong
+    predicted = same & item.wrong
     count = int(predicted.sum())
-    full = count > 0 and (same_values & concerned).sum() >= needed * concerned.sum()
-    return Match(bool(full), wrong, count, _bits(item, predicted, limits) if full else 0.0)
+    if _all(item, same, concerned):
+        return Match(count > 0, wrong, count, _bits(item, predicted, limits))
+    finite = np.isfinite(item.reply.values) & np.isfinite(told.values)
+    bits = _bits(item, predicted & finite, limits)
+    return Match(item.poisoned and _all(item, same, concerned & finite) and bits >= EVIDENCE, wrong, count, bits)
 
 
-def _bits(item: Item, predicted: np.ndarray, limits: np.ndarray) -> float:
-    """How unlikely it is that chance predicted these elements: log2 of error over tolerance, with fixed ones for rest."""
+def _all(item: Item, same: Bools, concerned: Bools) -> bool:
+    """Whether all concerned elements are the same, or in a low precision nearly all."""
+    needed = 1.0 if item.dtype == "float64" else ALMOST_ALL
+    return bool((same & concerned).sum() >= needed * concerned.sum())
+
+
+def _bits(item: Item, predicted: Bools, limits: Floats) -> float:
+    """How unlikely it is that chance predicted these elements: log2 of error over tolerance, or one of the constants."""
     got, right = item.reply.values[predicted], item.target.values[predicted]
     allowed = limits[predicted]
     with np.errstate(invalid="ignore", divide="ignore"):

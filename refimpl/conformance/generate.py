@@ -67,12 +67,26 @@ def vector_of(case: Case) -> Vector:
     """The case with its right answer, bounds, and the mutants that fail it.
 
     Raises:
-        SpecError: usage, when the reference answers otherwise than the witness. [V4] [V6] [V7]
+        SpecError: usage, when the reference answers otherwise than the witness, or any of the following complains.
+            [V1] [V4] [V5] [V6] [V7]
     """
+    check_inputs(case)
     expected = expected_of(case)
     for name, run in ANSWERS.items():
         _agree(case, expected, name, run)
     return Vector(case, expected, kills_of(case, expected))
+
+
+def check_inputs(case: Case) -> None:
+    """Numbers that are the same in every dtype, and finite in tokens; else SpecError `usage`. [V1]"""
+    for name, x in case.tensors.items():
+        finite = x[np.isfinite(x)]
+        if not all(np.array_equal(rounded(finite), finite) for rounded in yardstick.ROUNDING.values()):
+            raise SpecError("usage", f"{case.id}: {name} holds numbers that not every dtype has")
+        if case.operation.startswith(("attention", "context_parallel")):
+            is_token = np.array([document >= 0 for document, _ in witness.rows_of(case)])
+            if not np.isfinite(x[is_token]).all():
+                raise SpecError("usage", f"{case.id}: {name} holds NaN or infinity in a token")
 
 
 def expected_of(case: Case) -> Expected:
@@ -154,8 +168,9 @@ def _first_difference(found: bytes, wanted: bytes) -> str:
     lines = [] if found.startswith(b"PK") else zip(found.splitlines(), wanted.splitlines(), strict=False)
     for number, (line, other) in enumerate(lines, 1):
         if line != other:
-            told = (text.decode(errors="replace").strip()[:60] for text in (line, other))
-            return "line {} is {!r}, not {!r}".format(number, *told)
+            at = next((i for i, (a, b) in enumerate(zip(line, other, strict=False)) if a != b), 0)
+            told = (text[max(0, at - 30) : at + 30].decode(errors="replace").strip() for text in (line, other))
+            return "line {} has {!r}, not {!r}".format(number, *told)
     return f"its {len(found)} bytes are not the {len(wanted)} generated"
 
 

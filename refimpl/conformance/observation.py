@@ -158,7 +158,7 @@ def not_a_number(arrays: Sequence[Wrong]) -> str:
     bad, wrong = (sum(column) for column in zip(*counts, strict=True)) if counts else (0, 0)
     if not bad:
         return ""
-    return f"NaN or infinity in {'every' if bad == wrong else f'{bad} of {wrong}'} wrong element{'' if bad == wrong else 's'}"
+    return f"NaN or infinity in {f'{bad} of {wrong} wrong elements' if bad < wrong else 'every wrong element'}"
 
 
 def scaled(arrays: Sequence[Wrong]) -> str:

@@ -44,7 +44,7 @@ def load(folder: Path | None = None) -> tuple[Vector, ...]:
         folder: None: the vectors that come with this package.
 
     Raises:
-        SpecError: file, in one line, for whatever is not exactly as `generate` writes it. [V1] [V3]
+        SpecError: file, in one line, for whatever is not exactly as `generate` writes it. [V3]
     """
     folder = FOLDER if folder is None else folder
     listed = _listed(folder)

@@ -85,8 +85,11 @@ def attention_cases() -> Iterator[Case]:
         why="Without a causal mask nothing but the real length hides padding keys; here they hold plausible numbers.")
     yield from attend("tail", packed(5, 8, rows=16), "A5 L4 L10", poison=True,
         why="Rows past the last offset, poisoned: TE#3331 asked all offsets but the last one whether there is padding.")
-    yield from attend("all-padding", ALL_PADDING, "A4 A5 B2", poison=True,
-        why="A buffer of poison has zeros for results.")
+    yield from attend("all-padding", ALL_PADDING, "A4 A5", poison=True, directions=FORWARD,
+        why="A buffer of poison has zeros for out and no lse.")
+    yield from attend("one-token-in-padding", packed((0, 4), (1, 8), rows=16), "A5 B2", poison=True,
+        directions=BACKWARD,
+        why="A single token in a buffer of poison: all gradients are 0 but one row of dv.")
     yield from attend("zero-length", ZERO_LENGTH, "L5 A5", poison=True,
         why="Documents without tokens, first, in the middle and last: no neighbours are joined, no slot moves.")
     yield from attend("repeated-tail", REPEATED_TAIL, "L5", directions=BACKWARD,

@@ -57,8 +57,11 @@ def contiguous_cases() -> Iterator[Case]:
         why="Empty documents at every place.")
     yield from attend_over("cp2-repeated-tail", PC, 2, REPEATED_TAIL, "L5", directions=FORWARD,
         why="Offsets of static shape.")
-    yield from attend_over("cp2-all-padding", PC, 2, ALL_PADDING, "A5 B2", poison=True,
+    yield from attend_over("cp2-all-padding", PC, 2, ALL_PADDING, "A5", poison=True, directions=FORWARD,
         why="Every rank holds poison alone.")
+    yield from attend_over("cp2-one-token-in-padding", PC, 2, packed((0, 4), (1, 8), rows=16), "A5 B2", poison=True,
+        directions=BACKWARD,
+        why="One rank holds a single token among poison, the other poison alone.")
     yield from attend_over("cp4-one-token", PC, 4, ONE_TOKEN, "K4", directions=BACKWARD,
         why="Documents of one token on either side of a cut.")
     yield from attend_over("cp4-window", PC, 4, LONG_MIDDLE, "K3", window=(3, 0),
