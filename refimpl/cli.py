@@ -36,6 +36,7 @@ Work = Callable[[MpiCollectives | None], int]
 DISAGREES = 1
 REFUSED = 2
 INTERRUPTED = 130
+UNREAD = 141  # as a shell has it for a program that wrote into a pipe that nobody reads
 DEFAULT_HEADS = ((2, 2), (4, 2), (2, 1))
 TABLE_WIDTH = 140
 
@@ -54,6 +55,11 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         _end(group, error)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
+    except BrokenPipeError as error:
+        if group is not None and group.size > 1:
+            _end(group, error)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be flushed
+        sys.exit(UNREAD)
     except Exception as error:
         if os.environ.get("THDCP_TRACEBACK"):
             raise

@@ -247,20 +247,25 @@ def run_case(
     layout = case_layout(plan, case, documents, group.size)
     dtype = as_dtype(case.dtype)
     rows = partition_indices(layout, case.policy, group.size, group.rank)
-    q, k, v, dout = (
-        pad_rows(expected.inputs[name], documents, layout, np.nan)[rows].astype(dtype)
-        for name in ("q", "k", "v", "dout")
-    )
+    source = pad_rows(np.arange(documents.total_tokens), documents, layout, -1)[rows]
+    is_padding = source < 0
+
+    def local(whole: Array, fill: float) -> Array:
+        """This rank's rows of an array over the packed documents; padding rows hold `fill`."""
+        mine: Array = whole[np.maximum(source, 0)]
+        mine[is_padding] = fill
+        return mine
+
+    q, k, v, dout = (local(expected.inputs[name], np.nan).astype(dtype) for name in ("q", "k", "v", "dout"))
     out, lse, saved = context_parallel_forward(q, k, v, layout, case.policy, group_used, case.mask, parts=parts)
     dq, dk, dv = context_parallel_backward(dout, saved, group_used, parts)
     got = dict(zip(OUTPUTS, (out, lse.T, dq, dk, dv), strict=True))
 
     errors, bounds, poisoned, worst = {}, {}, 0, _Worst()
-    is_padding = layout.document_ids[rows] < 0
     for name in OUTPUTS:
         whole = expected.results[name].T if name == "lse" else expected.results[name]
         empty = -np.inf if name == "lse" else 0.0
-        wanted = pad_rows(whole, documents, layout, empty)[rows]
+        wanted = local(whole, empty)
         actual = got[name].astype(np.float64)
         poisoned += int((actual[is_padding] != empty).any(axis=tuple(range(1, actual.ndim))).sum())
         errors[name] = largest_error(actual, wanted)

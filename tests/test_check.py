@@ -11,6 +11,7 @@ import zipfile
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -570,6 +571,16 @@ def test_list(thdcp):
     assert out.count("\n") == 3 * len(chosen)
 
 
+def test_a_reader_that_has_seen_enough_is_no_error():
+    command = f"{sys.executable} -m refimpl.cli check --list | head -1"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    ended = subprocess.run(
+        command, shell=True, capture_output=True, text=True, env=environment, timeout=120, check=False
+    )
+    assert ended.stdout == f"{loaded()[0].case.id}\n"
+    assert ended.stderr == ""
+
+
 def test_export_holds_the_questions_and_no_answer(thdcp, tmp_path):
     folder = tmp_path / "new" / "cases"
     status, out, err = thdcp("--export", folder)
@@ -656,6 +667,7 @@ def test_an_export_removes_only_names_of_its_own_making(thdcp, tmp_path):
         (["--adapter", REFERENCE, "--timeout", "-1"], "--timeout"),
         (["--adapter", REFERENCE, "--report", "/proc/no/such"], "--report"),
         (["--capture", "x.npz", "--known", "y"], "--known and --only choose among cases"),
+        (["--capture", "x.npz", "--dtype", "float32"], "--dtype is no choice with --capture"),
         (["--frobnicate"], "--frobnicate"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -668,6 +680,25 @@ def test_bad_requests_get_one_line_and_status_2(thdcp, tmp_path, monkeypatch, ar
     assert err.count("\n") == 1
     assert says in err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_captured_files_are_judged_in_the_order_given(thdcp, monkeypatch, tmp_path):
+    asked = []
+
+    def check_capture(paths, full):
+        asked.append(([str(path) for path in paths], full))
+        return [
+            Result("out", "pass", "256 of 512 rows were looked at", dtype="bfloat16"),
+            Result("dq", "fail", "row 3"),
+        ]
+
+    monkeypatch.setitem(sys.modules, "refimpl.conformance.capture", SimpleNamespace(check_capture=check_capture))
+    status, out, err = thdcp("--capture", "0.npz", "1.npz", "2.npz", "--full", "--report", tmp_path)
+    assert (status, err) == (1, "")
+    assert asked == [(["0.npz", "1.npz", "2.npz"], True)]
+    assert "note: 256 of 512 rows were looked at" in out
+    assert "fail: dq: row 3" in out
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ def test_shipped_sets_are_the_ones_their_readme_describes():
 def test_default_batch_is_large_varied_and_the_same_every_time():
     lengths = default_lengths()
     assert lengths == default_lengths()
-    assert 8192 <= sum(lengths) <= 8192 + 2 * 2048
+    assert 8192 <= sum(lengths) <= 8192 + 1280
     assert 0 in lengths
     assert max(lengths) > 10 * min(n for n in lengths if n)
     known = {n for members in document_sets().values() for n in members}

@@ -181,6 +181,8 @@ class TestRoundTrip:
             for member in archive.infolist():
                 assert member.date_time == (1980, 1, 1, 0, 0, 0)
                 assert (member.create_system, member.compress_type) == (3, zipfile.ZIP_STORED)
+        content = files["attention-forward-padding.npz"]
+        assert (content.count(b"'<f4'"), content.count(b"'<f8'"), content.count(b"'>f")) == (3, 2, 0)
         big_endian = copy.deepcopy(made[SOME.index("attention-forward-padding")])
         for arrays in (big_endian.case.tensors, big_endian.expected.arrays):
             arrays |= {name: x.astype(x.dtype.newbyteorder(">")) for name, x in arrays.items()}
@@ -199,7 +201,7 @@ class TestDamagedFolders:
     @pytest.mark.clause("V3")
     def test_edited(self, folder):
         path = folder / "positions-padding.json"
-        path.write_text(path.read_text().replace('"features"', '"feature"'))
+        path.write_text(path.read_text().replace('"why": "P', '"why": "X'))
         with refused("file", "positions-padding.json", "not the file that the manifest lists"):
             load(folder)
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import click
@@ -91,12 +92,14 @@ def check(
         raise SpecError("usage", "--full goes with --capture")
     if captured and (known or only):
         raise SpecError("usage", "--known and --only choose among cases, which --capture has none of")
+    if captured and dtype:
+        raise SpecError("usage", "--dtype is no choice with --capture: the tensors have one")
     if report is not None and (list_cases or export_to):
         raise SpecError("usage", "--report has nothing to tell of --list and --export")
     if captured:
         if report is not None:
             prepare_folder(report)
-        return lambda _: _check_capture([*captured, *paths], full, dtype, report)
+        return lambda _: _check_capture([*captured, *paths], full, report)
     everything = vectors.load()
     expected_to_fail = frozenset() if known is None else read_known(known, everything)
     chosen = select(everything, only)
@@ -182,7 +185,7 @@ def _check_adapter(
             results = checking.run_adapter(chosen, adapter, advance, timeout, _end)
     else:
         patient = MpiCollectives(timeout=timeout + 2 * GRACE_SECONDS if timeout else FOREVER)
-        end: Callable[[SpecError], None] = lambda error: patient.abort(error, UNUSABLE)  # noqa: E731
+        end = partial(patient.abort, status=UNUSABLE)
         adapter = _redeclared_adapter(load_on_ranks(spec, patient, end), dtype)
         subject = f"{spec} on {group.size} ranks"
         with _progress(len(chosen), quiet) as advance:
@@ -197,13 +200,15 @@ def _end(error: SpecError) -> None:
     os._exit(UNUSABLE)
 
 
-def _check_capture(paths: Sequence[Path], full: bool, dtype: str | None, report: Path | None) -> int:
+def _check_capture(paths: Sequence[Path], full: bool, report: Path | None) -> int:
     from refimpl.conformance.capture import check_capture
 
     results = check_capture(paths, full)
     name = ", ".join(checking.note(path) for path in paths)
-    declaration = Declaration(dtype=dtype or (results[0].dtype if results else "float64"))
-    return _conclude(Checked(f"capture {name}", declaration, tuple(results), {}), report, None)
+    declaration = Declaration(dtype=results[0].dtype if results else "float64")
+    told = dict.fromkeys(result.message for result in results if result.verdict == "pass" and result.message)
+    checked = Checked(f"capture {name}", declaration, tuple(results), {}, notes=tuple(told))
+    return _conclude(checked, report, None)
 
 
 def _redeclared(declaration: Declaration, dtype: str | None) -> Declaration:

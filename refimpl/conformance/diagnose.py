@@ -30,6 +30,9 @@ BITS_OF_NAN = 2.0
 BITS_AT_MOST = 40.0
 """Of a float that agrees, however close it is."""
 
+CONSISTENT = 0.2
+"""Share of the failing cases that a mutant fails too, of which it must predict the numbers; two faults may overlap."""
+
 ALMOST_ALL = 0.98
 """Share of a case's elements that a replay must predict in a low precision; in float64 all of them."""
 
@@ -113,7 +116,7 @@ def diagnose(items: Iterable[tuple[Case, Expected, Answer, str]]) -> Diagnosis:
             refusal, or "crash".
 
     Raises:
-        ValueError: if no item fails.
+        ValueError: if no item fails. [V11]
     """
     every = [Item(*item) for item in items]
     failing, passing = [x for x in every if x.failed], [x for x in every if not x.failed]
@@ -136,6 +139,9 @@ def _candidates(failing: Sequence[Item], passing: Sequence[Item], rank: int | No
             continue
         told = {i: match_of(item, mutant, rank) for i, item in enumerate(failing)}
         explained = frozenset(i for i, match in told.items() if match.full)
+        concerned = sum(replay(item.target, mutant, rank) is not None for item in failing)
+        if len(explained) < CONSISTENT * concerned:
+            continue
         denied = [item for item in passing if contradicted(item, mutant, rank)]
         scope = _scope([failing[i] for i in explained], denied)
         if denied and not scope:
@@ -226,7 +232,7 @@ def _all(item: Item, same: Bools, concerned: Bools) -> bool:
 
 
 def _bits(item: Item, predicted: Bools, limits: Floats) -> float:
-    """How unlikely it is that chance predicted these elements: log2 of error over tolerance, or one of the constants."""
+    """How unlikely it is that chance predicted these elements: log2 of error over tolerance, or a constant."""
     got, right = item.reply.values[predicted], item.target.values[predicted]
     allowed = limits[predicted]
     with np.errstate(invalid="ignore", divide="ignore"):

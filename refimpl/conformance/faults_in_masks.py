@@ -267,7 +267,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "window-one-too-few",
         "mask",
         "takes a left bound for the size of a window, so that it sees one key too few",
-        "torch varlen_attn documentation",
+        "pytorch varlen_attn documentation",
         **_understood_as(one_key_too_few),
     ),
     mutant(
@@ -345,7 +345,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "padding-attending-to-itself",
         "padding",
         "lets padding rows attend to themselves",
-        "Automodel context_parallel/blockdiag_cp.py",
+        "Automodel components/distributed/blockdiag_cp.py",
         **in_padding("out", "lse", "dv")(of_itself_alone),
     ),
     mutant(
@@ -357,7 +357,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     mutant(
         "unwritten-gradients-in-padding",
-        "padding",
+        "backward",
         "leaves padding rows of the gradients as it found them",
         "TE#2829",
         **in_padding("dq", "dk", "dv")(lambda *_: STALE),
@@ -369,4 +369,4 @@ MUTANTS: tuple[Mutant, ...] = (
         **in_padding("out", "dq", "dk", "dv")(zero_times_input),
     ),
 )
-"""In the order in which a diagnosis prefers them where they predict the same numbers."""
+"""In the order of `mutants.MUTANTS`."""

@@ -1,6 +1,6 @@
 """Mutants whose numbers are wrong while their rows and masks are right.
 
-Defines `MUTANTS`. The functions above it are the wrong pieces; signatures are those of `implementation`.
+Defines `ZEROS` and `MUTANTS`. The functions above it are the wrong pieces; signatures are those of `implementation`.
 """
 
 from collections.abc import Callable, Sequence
@@ -270,7 +270,7 @@ def still_in_rank_order(buffer: Array, held: Sequence[IntArray], rank: int) -> A
     return in_rank_order
 
 
-MUTANTS: tuple[Mutant, ...] = (
+ZEROS: tuple[Mutant, ...] = (
     mutant("zeros-everywhere", "zeros", "returns zeros", "TE#3536", finish=zeros),
     mutant(
         "zero-gradients",
@@ -281,6 +281,10 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     mutant("zeros-on-later-ranks", "zeros", "returns zeros on every rank but the first", finish=zeros_on_later_ranks),
     mutant("returned-inputs", "zeros", "returns its inputs", finish=inputs_again),
+)
+"""Answers that do not depend on attention."""
+
+MUTANTS: tuple[Mutant, ...] = (
     mutant(
         "interleaved-head-groups",
         "heads",
@@ -357,7 +361,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "transposed-lse",
         "lse",
         "returns lse as [T, H]",
-        "torch varlen_attn documentation",
+        "pytorch varlen_attn documentation",
         **returned_as("lse")(lambda array, case: array.T.copy()),
     ),
     mutant(
@@ -437,7 +441,6 @@ MUTANTS: tuple[Mutant, ...] = (
         "window-dropped-in-backward",
         "backward",
         "decides on the mask anew in the backward, without the window",
-        "TE#3221",
         backward_mask=lambda mask: AttentionMask(mask.causal),
     ),
     mutant(
@@ -525,4 +528,4 @@ MUTANTS: tuple[Mutant, ...] = (
         rank_order=parts_of_next_rank,
     ),
 )
-"""In the order in which a diagnosis prefers them where they predict the same numbers."""
+"""In the order of `mutants.MUTANTS`."""

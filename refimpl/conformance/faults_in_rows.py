@@ -277,9 +277,9 @@ def real_as_padded(*arguments: Any) -> PackedLayout:
 
 
 def padding_by_identity(cu_seqlens: Any, cu_seqlens_padded: Any = None, total_tokens: Any = None) -> PackedLayout:
-    """Padding where the two vectors are not one object; it then refuses a layout that has none."""
+    """Padding wherever there is a second vector, for that is another object; a layout that has none is then refused."""
     layout = PackedLayout(cu_seqlens, cu_seqlens_padded, total_tokens)
-    if cu_seqlens_padded is not None and cu_seqlens_padded is not cu_seqlens and not layout.has_padding:
+    if cu_seqlens_padded is not None and not layout.has_padding:
         raise SpecError("padding_unsupported", "the offsets are two objects, so there must be padding")
     return layout
 
@@ -707,7 +707,6 @@ MUTANTS: tuple[Mutant, ...] = (
         "unknown-policy-as-zigzag",
         "refusal",
         "takes an unknown policy for the default one",
-        "Megatron#3282",
         **_instead("policy", lambda layout, policy, cp_size, cp_rank: (layout, DCS, cp_size, cp_rank)),
     ),
     mutant(
@@ -736,4 +735,4 @@ MUTANTS: tuple[Mutant, ...] = (
         make_layout=empty_documents_refused,
     ),
 )
-"""In the order in which a diagnosis prefers them where they predict the same numbers."""
+"""In the order of `mutants.MUTANTS`."""

@@ -152,13 +152,14 @@ def answer(case: Case, by: Implementation = REFERENCE, only_rank: int | None = N
     """What an implementation answers to a case: arrays by name (see `cases`), which may be read-only.
 
     Args:
-        only_rank: the one rank that `by` runs on, while REFERENCE runs on all others; None: it runs everywhere.
+        only_rank: the one rank that `by` runs on, while REFERENCE runs on all others; None: it runs everywhere. Rank 0
+            answers where the operation has no ranks.
 
     Raises:
         SpecError: where it refuses.
     """
     with np.errstate(all="ignore"):
-        return _answer(case, by, lambda rank: by if only_rank in (None, rank) else REFERENCE)
+        return _answer(case, lambda rank: by if only_rank in (None, rank) else REFERENCE)
 
 
 def pieces_used(case: Case) -> frozenset[str]:
@@ -183,7 +184,8 @@ At = Callable[[int], Implementation]
 """The implementation that runs on a rank."""
 
 
-def _answer(case: Case, by: Implementation, at: At) -> dict[str, Array]:
+def _answer(case: Case, at: At) -> dict[str, Array]:
+    by = at(0)
     match case.operation:
         case "merge":
             return _finished(dict(zip(("out", "lse"), by.merge(*_parts(case)), strict=True)), case, by)

@@ -15,14 +15,19 @@ from refimpl.conformance.judge import Difference, differences
 from refimpl.conformance.mutant import Mutant
 from refimpl.errors import SpecError
 
-MUTANTS: tuple[Mutant, ...] = (*faults_in_masks.MUTANTS, *faults_in_rows.MUTANTS, *faults_in_numbers.MUTANTS)
+MUTANTS: tuple[Mutant, ...] = (
+    *faults_in_numbers.ZEROS,
+    *faults_in_masks.MUTANTS,
+    *faults_in_rows.MUTANTS,
+    *faults_in_numbers.MUTANTS,
+)
 """Every mutant, in the order in which a diagnosis prefers them where they predict the same numbers."""
 
 BY_NAME: dict[str, Mutant] = {mutant.name: mutant for mutant in MUTANTS}
 
 
 def failing(case: Case, expected: Expected, mutant: Mutant, dtype: str = "float64") -> bool:
-    """Whether the suite tells the mutant from a right implementation by this case."""
+    """Whether the suite tells the mutant from a right implementation by this case. [V7]"""
     return margin(case, expected, mutant, dtype) > 1
 
 
@@ -30,7 +35,7 @@ def margin(case: Case, expected: Expected, mutant: Mutant, dtype: str = "float64
     """How far the mutant's answer is from passing: its largest error, as a multiple of what is allowed.
 
     Infinite where a value must be exact, where the answer has the wrong form, and where the mutant refuses, or does not
-    refuse, or refuses with another code, or crashes; 0 if the answer is right.
+    refuse, or refuses with another code, or crashes; 0 if the answer is right. [V7]
     """
     if not touches(mutant, case):
         return 0.0

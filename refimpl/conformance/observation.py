@@ -165,6 +165,8 @@ def scaled(arrays: Sequence[Wrong]) -> str:
     """A constant times the right numbers, one for each output."""
     factors: dict[str, float] = {}
     for x in arrays:
+        if np.count_nonzero(x.wrong) < 3:
+            continue
         factor = _factor(x)
         if factor is None or not np.isclose(factors.setdefault(base_name(x.name), factor), factor, rtol=1e-2):
             return ""
@@ -179,7 +181,7 @@ def _factor(x: Wrong) -> float | None:
         return None
     got, wanted = x.got[finite], x.wanted[finite]
     size = float((wanted * wanted).sum())
-    if np.count_nonzero(x.wrong) < 3 or size == 0:
+    if size == 0:
         return None
     factor = float((got * wanted).sum()) / size
     return factor if np.abs(got - factor * wanted).max() <= x.bound * max(1.0, abs(factor)) else None
@@ -302,15 +304,19 @@ def only_backward(failing: Sequence[Item], passing: Sequence[Item]) -> str:
 
 
 def only_rank(failing: Sequence[Item]) -> int | None:
-    """The one rank that is wrong in every failing case, although there are more; its dk and dv may reach others."""
+    """The one rank that is wrong in every failing case with ranks, although there are more; None if there is none.
+
+    What it contributes to dk and dv reaches others, so these tell only where nothing else is wrong. Rank 0 answers
+    where there are no ranks.
+    """
     ranks: set[int] = set()
+    several = False
     for item in failing:
-        if item.case.operation not in PER_RANK or item.case.cp_size == 1 or not len(item.wrong):
-            return None
-        names = _wrong_names(item)
+        names = _wrong_names(item) if item.case.operation in PER_RANK and len(item.wrong) else []
         own = {_number(name, 1) for name in names if base_name(name) not in ("dk", "dv")}
-        ranks |= own or {_number(name, 1) for name in names}
-    return ranks.pop() if len(ranks) == 1 else None
+        ranks |= own or {_number(name, 1) for name in names} or {0}
+        several |= bool(names) and item.case.cp_size > 1
+    return ranks.pop() if len(ranks) == 1 and several else None
 
 
 def telling_features(failing: Sequence[Item], passing: Sequence[Item]) -> Iterator[str]:

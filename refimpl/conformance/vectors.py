@@ -140,9 +140,6 @@ def _from_json(values: Any, name: str) -> Array:
     return np.array(values, np.int64)
 
 
-# --- writing --------------------------------------------------------------------------------------------------------
-
-
 def encode(vector: Vector) -> dict[str, bytes]:
     """The files of a vector by name; the same bytes for the same vector. [V2]"""
     case, expected = vector.case, vector.expected
@@ -163,8 +160,8 @@ def encode(vector: Vector) -> dict[str, bytes]:
         "kills": list(vector.kills),
     }
     files = {f"{case.id}.json": (_pretty(described) + "\n").encode()}
-    arrays = {f"input.{name}": x.astype(np.float32) for name, x in case.tensors.items()}
-    arrays |= {f"expected.{name}": x.astype(np.float64) for name, x in floats.items()}
+    arrays = {f"input.{name}": x.astype("<f4") for name, x in case.tensors.items()}
+    arrays |= {f"expected.{name}": x.astype("<f8") for name, x in floats.items()}
     return files | ({f"{case.id}.npz": _npz(arrays)} if arrays else {})
 
 
@@ -197,8 +194,7 @@ def _npz(arrays: Mapping[str, Array]) -> bytes:
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_STORED) as archive:
         for name, x in arrays.items():
             array = io.BytesIO()
-            little_endian = np.ascontiguousarray(x, x.dtype.newbyteorder("<"))
-            np.lib.format.write_array(array, little_endian, version=(1, 0), allow_pickle=False)
+            np.lib.format.write_array(array, np.ascontiguousarray(x), version=(1, 0), allow_pickle=False)
             entry = zipfile.ZipInfo(f"{name}.npy", date_time=(1980, 1, 1, 0, 0, 0))
             entry.create_system = 3
             archive.writestr(entry, array.getvalue())

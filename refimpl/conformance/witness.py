@@ -24,16 +24,15 @@ Row = tuple[int, int]
 DIGITS = decimal.Context(prec=50, Emin=-(10**9), Emax=10**9)
 ZERO = Decimal(0)
 NOTHING = 1e-40
+"""What is left of 0 after 50 digits, at most; also nothing beside any bound."""
 IGNORE = -100
+"""The label of rows that have none."""
 
 
 def expected(case: Case) -> dict[str, Array]:
     """What the case must be answered, by name; no arrays for a case that must be refused. [V4]"""
     with decimal.localcontext(DIGITS):
         return {name: np.asarray(values) for name, values in _ANSWERS[case.operation](case).items()}
-
-
-# --- integers -------------------------------------------------------------------------------------------------------
 
 
 def rows_of(case: Case) -> list[Row]:
@@ -170,9 +169,6 @@ def _mask(case: Case) -> dict[str, Any]:
     return {"visible": [[j in seen for j in range(len(keys))] for seen in keys]}
 
 
-# --- attention ------------------------------------------------------------------------------------------------------
-
-
 def scale_of(case: Case) -> Decimal:
     """The scale given, else 1 / sqrt(Dqk). [A1]"""
     given = case.inputs["softmax_scale"]
@@ -296,9 +292,6 @@ _ANSWERS: dict[str, Callable[[Case], dict[str, Any]]] = {
     "context_parallel_backward": _context_parallel("dq", "dk", "dv"),
     "refuse": lambda case: {},
 }
-
-
-# --- refusals -------------------------------------------------------------------------------------------------------
 
 
 def faults(case: Case) -> set[str]:

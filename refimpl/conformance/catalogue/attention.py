@@ -100,6 +100,8 @@ def attention_cases() -> Iterator[Case]:
         why="A window of three keys.")
     yield from attend("window-longer-than-document", packed(4, 9, 3), "K1 K3", window=(6, 0), directions=FORWARD,
         why="A window that reaches over a document's start must not see the one before (miles#2038).")
+    yield from attend("causal-forces-right", packed(9, 7), "K2", window=(2, 3), directions=FORWARD,
+        why="A causal mask with a window that would look ahead by itself.")
     yield from attend("right-window", packed(9, 7), "K3", causal=False, window=(2, 1),
         why="Two keys behind, one ahead.")
     yield from attend("left-only", packed(9, 7), "K3", causal=False, window=(2, -1), directions=FORWARD,

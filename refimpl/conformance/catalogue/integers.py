@@ -183,6 +183,8 @@ def metadata_cases() -> Iterator[Case]:
         why="Without a causal mask a document shows all its keys to every rank that it has begun on.")
     yield metadata("cp3-right-window", PC, 3, UNEVEN, "R4 R5", causal=False, window=(3, 2),
         why="Keys go on behind the last local query by the right bound, and end with the document.")
+    yield metadata("cp3-causal-forces-right", PC, 3, UNEVEN, "K2 R4", window=(-1, 2),
+        why="Under a causal mask keys end with the last local query, whatever the window's right bound says.")
     yield metadata("cp4-window", PC, 4, LONG_MIDDLE, "R4", window=(4, 0),
         why="A causal window shortens nothing here: keys count from the document's start.")
     yield metadata("cp4-right-window-padding", PC, 4, packed((3, 14), (5, 6), 4), "R4", causal=False, window=(-1, 3),
@@ -213,6 +215,8 @@ def metadata_cases() -> Iterator[Case]:
         why="Chunks start and end in padding.")
     yield metadata("cp4", PDCS, 4, LONG_MIDDLE, "R3 R4",
         why="One document over nearly all chunks.")
+    yield metadata("cp3-non-causal", PDCS, 3, UNEVEN, "R4", causal=False,
+        why="A document that begins behind a chunk shows it no keys, also without a causal mask.")
     yield metadata("cp2-right-window", PDCS, 2, UNEVEN, "R4", causal=False, window=(0, 3),
         why="The right bound at the end of a chunk of the buffer.")
     long = packed(100_000, 70_000, 92_144)

@@ -68,6 +68,8 @@ def contiguous_cases() -> Iterator[Case]:
         why="A window shorter than a rank's rows, over the cut.")
     yield from attend_over("cp4-window-longer-than-rank", PC, 4, LONG_MIDDLE, "K3 K5", window=(11, 0),
         why="A window longer than a rank's rows reaches over two cuts.")
+    yield from attend_over("cp3-causal-forces-right", PC, 3, UNEVEN, "K2", window=(-1, 2), directions=BACKWARD,
+        why="A causal mask with a right bound of 2: no rank sees ahead, not even into the next one's rows.")
     yield from attend_over("cp3-non-causal", PC, 3, UNEVEN, "K1 R4", causal=False,
         why="Keys of ranks behind count too.")
     yield from attend_over("cp3-right-window", PC, 3, UNEVEN, "K3 R5", causal=False, window=(2, 3),
