@@ -11,7 +11,6 @@ import zipfile
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -658,7 +657,6 @@ def test_an_export_removes_only_names_of_its_own_making(thdcp, tmp_path):
         (["a", "--list"], "--list and RESULTS exclude each other"),
         (["--list", "--adapter", REFERENCE], "--adapter and --list exclude each other"),
         (["--list", "--report", "x"], "--report has nothing to tell"),
-        (["--list", "--full"], "--full goes with --capture"),
         (["--adapter", "nothing"], "expected package.module:callable"),
         (["--adapter", "no.such.module:run"], "no module no"),
         (["--adapter", REFERENCE, "--only", "nothing"], "'nothing' matches no case"),
@@ -666,8 +664,6 @@ def test_an_export_removes_only_names_of_its_own_making(thdcp, tmp_path):
         (["--adapter", REFERENCE, "--dtype", "fp8"], "--dtype"),
         (["--adapter", REFERENCE, "--timeout", "-1"], "--timeout"),
         (["--adapter", REFERENCE, "--report", "/proc/no/such"], "--report"),
-        (["--capture", "x.npz", "--known", "y"], "--known and --only choose among cases"),
-        (["--capture", "x.npz", "--dtype", "float32"], "--dtype is no choice with --capture"),
         (["--frobnicate"], "--frobnicate"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -680,62 +676,3 @@ def test_bad_requests_get_one_line_and_status_2(thdcp, tmp_path, monkeypatch, ar
     assert err.count("\n") == 1
     assert says in err
     assert list(tmp_path.iterdir()) == []
-
-
-def test_captured_files_are_judged_in_the_order_given(thdcp, monkeypatch, tmp_path):
-    asked = []
-
-    def check_capture(paths, full):
-        asked.append(([str(path) for path in paths], full))
-        return [
-            Result("out", "pass", "256 of 512 rows were looked at", dtype="bfloat16"),
-            Result("dq", "fail", "row 3"),
-        ]
-
-    monkeypatch.setitem(sys.modules, "refimpl.conformance.capture", SimpleNamespace(check_capture=check_capture))
-    status, out, err = thdcp("--capture", "0.npz", "1.npz", "2.npz", "--full", "--report", tmp_path)
-    assert (status, err) == (1, "")
-    assert asked == [(["0.npz", "1.npz", "2.npz"], True)]
-    assert "note: 256 of 512 rows were looked at" in out
-    assert "fail: dq: row 3" in out
-    assert len(list(tmp_path.iterdir())) == 3
-
-
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [(b"{", "declaration.json"), (b'{"dtype": "int8"}', "dtype is 'int8'"), (b"\x80\x04", "declaration")],
-)
-def test_a_declaration_that_cannot_be_read_stops_the_check(thdcp, tmp_path, content, says):
-    (tmp_path / "declaration.json").write_bytes(content)
-    status, out, err = thdcp(tmp_path)
-    assert (status, out) == (2, "")
-    assert says in err
-    assert err.count("\n") == 1
-
-
-def start(folder, program, *options):
-    """`thdcp check` in a process of its own, with an adapter of these lines."""
-    (folder / "mine.py").write_text(program)
-    command = [sys.executable, "-m", "refimpl.cli", "check", "--adapter", "mine:run", *options]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    return subprocess.run(
-        command, capture_output=True, text=True, env=environment, cwd=folder, timeout=120, check=False
-    )
-
-
-def test_an_adapter_that_hangs_is_ended_in_time(tmp_path):
-    ended = start(tmp_path, "import time\ndef run(case): time.sleep(600)", *FEW, "--timeout", "0.5")
-    assert ended.returncode == 2
-    assert "the adapter has not answered for 0.5 s (--timeout)" in ended.stderr
-    assert ended.stderr.count("\n") == 1
-
-
-def test_in_a_pipe_it_is_quiet_and_shows_tracebacks_on_request(tmp_path, monkeypatch):
-    program = "def run(case):\n    raise ValueError('on purpose')"
-    ended = start(tmp_path, program, *FEW)
-    assert ended.returncode == 1
-    assert ended.stderr == ""
-    assert "\x1b" not in ended.stdout
-    assert "error: partition-packed-contiguous-cp1: ValueError: on purpose" in ended.stdout
-    monkeypatch.setenv("THDCP_TRACEBACK", "1")
-    assert "in run\n    raise ValueError" in start(tmp_path, program, *FEW).stderr

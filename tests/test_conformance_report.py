@@ -18,7 +18,6 @@ from refimpl.conformance.check import Answered, Checked, Crashed, Result, Skippe
 from refimpl.conformance.declaration import Declaration
 from refimpl.conformance.hint import diagnosed, diagnosis_lines
 from refimpl.conformance.implementation import answer
-from refimpl.conformance.judge import Difference
 from refimpl.conformance.locate import Place, place_of, wrong_elements, wrong_rows
 from refimpl.conformance.page import as_html
 from refimpl.conformance.pictures import mask_picture, ownership_picture
@@ -330,15 +329,6 @@ def test_shapes_and_missing_arrays_have_no_numbers_to_show():
     text = " ".join(read(page(checked((FORWARD, result)))).text)
     assert "out.0 has shape [2, 2], expected [5, 2, 3]" in text
     assert "lse.0 (missing)" in text
-
-
-def test_results_without_a_case_are_told_too():
-    result = Result("run.npz: out", "fail", "row 5: got 0", (Difference("out", "value", (5, 0, 0), 1),))
-    found = Checked("capture", Declaration(), (result,), {})
-    assert "run.npz: out" in page(found)
-    assert "run.npz: out" in shown(found)
-    assert "capture" in ElementTree.fromstring(as_junit(found))[0].get("classname")
-    assert json.loads(as_json(found))["cases"][0]["id"] == "run.npz: out"
 
 
 # Pictures

@@ -1,6 +1,6 @@
-"""Reading files that may be broken or hostile: JSON, npz and safetensors, in bounded memory, executing nothing.
+"""Reading files that may be broken or hostile: JSON and npz, in bounded memory, executing nothing.
 
-Defines `read_json`, `read_npz`, `read_safetensors` and `inside`. Every size that a file declares is checked against
+Defines `read_json`, `read_npz` and `inside`. Every size that a file declares is checked against
 what is really there, and against a limit, before anything of that size is allocated. Objects (pickles) are never
 loaded. Whatever is wrong is one SpecError `file` that names the file, the fault and the mend.
 """
@@ -11,10 +11,10 @@ import os
 import re
 import stat
 import struct
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Container
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -30,8 +30,6 @@ MAX_BYTES = 256 << 20
 """What a file may hold, unless the caller says otherwise."""
 MAX_MEMBERS = 4096
 """Arrays in one npz file."""
-MAX_HEADER_BYTES = 1 << 20
-"""A safetensors header; an array's header in an npz file is far shorter."""
 MAX_NPY_HEADER_BYTES = 4096
 MAX_DIMENSIONS = 8
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
@@ -191,7 +189,7 @@ def _npy(path: Path, name: str, content: bytes, max_elements: int | None) -> Arr
         _refuse(path, f"{name} is .npy format {version}: expected 1.0 or 2.0")
     try:
         shape, fortran_order, dtype = read(stream, max_header_size=MAX_NPY_HEADER_BYTES)
-    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError) as error:
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError, tokenize.TokenError) as error:
         _refuse(path, f"{name} has no readable .npy header ({' '.join(str(error).split())[:200]})")
     if dtype.kind not in "fiub" or dtype.hasobject:
         _refuse(path, f"{name} has dtype {dtype}: expected floats, integers or bools")
@@ -215,112 +213,3 @@ def _count(path: Path, name: str, shape: Any, max_elements: int | None) -> int:
     if max_elements is not None and count > max_elements:
         _refuse(path, f"{name} declares {count} elements, more than the {max_elements} expected")
     return count
-
-
-@dataclass(frozen=True, eq=False)
-class Tensors:
-    """Arrays by name, and the dtype that each had in its file: bfloat16 comes as float32, exactly."""
-
-    arrays: dict[str, Array]
-    dtypes: dict[str, str]
-
-
-SAFETENSORS_DTYPES = {
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "I16": "int16",
-    "U16": "uint16",
-    "I32": "int32",
-    "U32": "uint32",
-    "I64": "int64",
-    "U64": "uint64",
-    "F16": "float16",
-    "F32": "float32",
-    "F64": "float64",
-    "BF16": "bfloat16",
-}
-
-
-def read_safetensors(
-    path: Path,
-    max_bytes: int = MAX_BYTES,
-    max_elements: int | None = None,
-    names: Container[str] | None = None,
-) -> Tensors:
-    """The tensors of a safetensors file: 8 bytes of header length, a JSON header, then the data.
-
-    Args:
-        As in `read_npz`.
-
-    Raises:
-        SpecError: file, for a header that is not as the format says, ranges that overlap, leave gaps or reach beyond
-            the file, and dtypes other than those of SAFETENSORS_DTYPES.
-    """
-    file, size = _open(path, max_bytes)
-    with file:
-        prefix = file.read(8)
-        if len(prefix) < 8:
-            _refuse(path, "not a safetensors file: shorter than its header's length")
-        (header_bytes,) = struct.unpack("<Q", prefix)
-        if header_bytes > min(MAX_HEADER_BYTES, size - 8):
-            _refuse(path, f"not a safetensors file: a header of {header_bytes} bytes in a file of {size}")
-        try:
-            header = json.loads(
-                file.read(header_bytes).decode("utf-8"),
-                object_pairs_hook=_without_duplicates,
-                parse_constant=_no_constant,
-                parse_int=_bounded_int,
-            )
-        except (UnicodeDecodeError, ValueError, RecursionError) as error:
-            _refuse(path, f"its header is not JSON ({' '.join(str(error).split())[:200]})")
-        data = file.read(size)
-    if not isinstance(header, dict):
-        _refuse(path, "its header is no JSON object")
-    header.pop("__metadata__", None)
-    ranges = sorted((_entry(path, name, entry, max_elements) for name, entry in header.items()), key=lambda e: e[1])
-    end = 0
-    arrays: dict[str, Array] = {}
-    dtypes: dict[str, str] = {}
-    for name, first, last, dtype, shape in ranges:
-        if first != end or last > len(data):
-            _refuse(path, f"{name} lies at bytes {first} to {last} of {len(data)}, expected to begin at {end}")
-        end = last
-        if names is None or name in names:
-            arrays[name] = _from_bytes(data[first:last], dtype, shape)
-            dtypes[name] = dtype
-    if end != len(data):
-        _refuse(path, f"{len(data) - end} bytes behind the last tensor")
-    return Tensors(arrays, dtypes)
-
-
-def _entry(path: Path, name: str, entry: Any, max_elements: int | None) -> tuple[str, int, int, str, tuple[int, ...]]:
-    """One tensor of a safetensors header: name, first and last byte, dtype, shape; all checked against each other."""
-    if NAME.fullmatch(name) is None:
-        _refuse(path, f"{name[:100]!r} is no name of a tensor (letters, digits, . _ -)")
-    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        _refuse(path, f"{name} has other entries than dtype, shape and data_offsets")
-    dtype = SAFETENSORS_DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
-    if dtype is None:
-        _refuse(path, f"{name} has dtype {str(entry['dtype'])[:50]!r}: expected one of {', '.join(SAFETENSORS_DTYPES)}")
-    count = _count(path, name, entry["shape"], max_elements)
-    offsets = entry["data_offsets"]
-    is_range = isinstance(offsets, list) and len(offsets) == 2 and all(type(n) is int and n >= 0 for n in offsets)
-    itemsize = 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
-    if not is_range or offsets[1] - offsets[0] != count * itemsize:
-        _refuse(path, f"{name} has data_offsets {str(offsets)[:60]}: expected the bytes of {count} elements of {dtype}")
-    return name, offsets[0], offsets[1], dtype, tuple(entry["shape"])
-
-
-def _from_bytes(data: bytes, dtype: str, shape: tuple[int, ...]) -> Array:
-    if dtype == "bfloat16":
-        return bfloat16_bits_to_float32(np.frombuffer(data, "<u2")).reshape(shape)
-    if dtype == "bool":
-        return (np.frombuffer(data, np.uint8) != 0).reshape(shape)
-    return np.frombuffer(data, np.dtype(dtype).newbyteorder("<")).astype(dtype).reshape(shape)
-
-
-def bfloat16_bits_to_float32(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
-    """bfloat16 numbers from their 16 bits: the upper half of a float32, exactly."""
-    wide: NDArray[np.uint32] = bits.astype(np.uint32) << np.uint32(16)
-    return wide.view(np.float32)
