@@ -1,4 +1,4 @@
-"""Mutants whose masks are wrong: who sees whom, and what becomes of padding.
+"""Mutants whose masks are wrong: who sees whom.
 
 Defines `MUTANTS`. The functions above it are the wrong pieces; signatures are those of `implementation`.
 """
@@ -8,21 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from refimpl.conformance.cases import Case
-from refimpl.conformance.implementation import layout_visible, once, step_visible
-from refimpl.conformance.mutant import Mutant, mutant
+from refimpl.conformance.implementation import layout_visible, step_visible
+from refimpl.conformance.mutant import Bools, Mutant, Pieces, mutant
 from refimpl.layout import IntArray, PackedLayout, offsets_of
 from refimpl.mask import AttentionMask
 from refimpl.metadata import StepMetadata
-from refimpl.partition import partition_indices
-
-Array = NDArray[Any]
-Bools = NDArray[np.bool_]
-Pieces = dict[str, Callable[..., Any]]
-
-# --- bounds ---------------------------------------------------------------------------------------------------------
 
 
 def _understood_as(change: Callable[[AttentionMask], AttentionMask]) -> Pieces:
@@ -45,6 +36,11 @@ def one_key_ahead(mask: AttentionMask) -> AttentionMask:
     return AttentionMask(False, (mask.left, 1)) if mask.causal else mask
 
 
+def one_key_too_many_ahead(mask: AttentionMask) -> AttentionMask:
+    """The right bound one larger, where it is not causality's."""
+    return replace(mask, window=(mask.window[0], mask.right + 1)) if not mask.causal and mask.right >= 0 else mask
+
+
 def right_bound_kept(mask: AttentionMask) -> AttentionMask:
     """The right bound of the window, where causality should force it to 0."""
     return AttentionMask(False, mask.window) if mask.causal and mask.window[1] > 0 else mask
@@ -53,15 +49,10 @@ def right_bound_kept(mask: AttentionMask) -> AttentionMask:
 class DiagonalExcluded(AttentionMask):
     """A causal mask under which a token does not see itself."""
 
-    def visible(
-        self, document_q: Any, position_q: IntArray, document_k: Any, position_k: IntArray
-    ) -> NDArray[np.bool_]:
+    def visible(self, document_q: Any, position_q: IntArray, document_k: Any, position_k: IntArray) -> Bools:
         """The predicate without the diagonal."""
         seen = super().visible(document_q, position_q, document_k, position_k)
         return seen & (position_k[None, :] != position_q[:, None]) if self.causal else seen
-
-
-# --- alignment ------------------------------------------------------------------------------------------------------
 
 
 def top_left(step: StepMetadata, mask: AttentionMask, rows_q: int, rows_kv: int) -> Bools:
@@ -106,9 +97,6 @@ def window_in_local_order(step: StepMetadata, mask: AttentionMask, rows_q: int, 
     return seen & top_left(step, local, rows_q, rows_kv)
 
 
-# --- documents ------------------------------------------------------------------------------------------------------
-
-
 def _places(step: StepMetadata, rows_q: int, rows_kv: int) -> tuple[IntArray, IntArray, IntArray]:
     """Document of every row of the query buffer, its row in K/V, and document of every row of K/V; -1 for none."""
     document_q, row_q, document_k = (np.full(rows, -1) for rows in (rows_q, rows_q, rows_kv))
@@ -144,7 +132,7 @@ def _by_rows(sees: Callable[[IntArray, IntArray, Bools], Bools], only: Callable[
     return {"layout_visible": whole, "step_visible": step}
 
 
-def _also_of_whole_buffer(sees: Callable[[StepMetadata, AttentionMask, int, int], Bools]) -> Pieces:
+def also_of_whole_buffer(sees: Callable[[StepMetadata, AttentionMask, int, int], Bools]) -> Pieces:
     """The mask of a step, and that of the whole buffer by the same fault, as one step of all queries and all keys."""
 
     def whole(layout: PackedLayout, mask: AttentionMask) -> Bools:
@@ -166,74 +154,6 @@ def keys_from_document_before(step: StepMetadata, mask: AttentionMask, rows_q: i
         first_query=(first_query + added).astype(np.int32),
     )
     return step_visible(earlier, mask, rows_q, rows_kv)
-
-
-# --- padding --------------------------------------------------------------------------------------------------------
-
-
-def padding_keys(step: StepMetadata, mask: AttentionMask, rows_q: int, rows_kv: int) -> Bools:
-    """Padding of a document are keys of it."""
-    seen = step_visible(step, mask, rows_q, rows_kv)
-    starts = step.cu_seqlens_kv_padded
-    for d in np.flatnonzero(step.seqlens_q):
-        queries, keys = np.arange(step.seqlens_q[d]), np.arange(starts[d + 1] - starts[d])
-        block = mask.visible(0, step.first_query_positions[d] + queries, 0, keys)
-        seen[step.cu_seqlens_q_padded[d] + queries, starts[d] : starts[d + 1]] = block
-    return seen
-
-
-def padding_rows(case: Case, rank: int | None) -> tuple[IntArray, IntArray]:
-    """Padding rows of a whole buffer or of one rank's part: where they are in it, and in the buffer."""
-    layout = case.layout
-    rows = np.arange(layout.total_tokens)
-    if rank is not None:
-        rows = once(partition_indices, layout, case.policy, case.cp_size, rank)
-    local = np.flatnonzero(layout.document_ids[rows] < 0)
-    return local, rows[local]
-
-
-def in_padding(*names: str) -> Callable[[Callable[[str, Array, Case, IntArray], Any]], Pieces]:
-    """Other values in padding rows of these outputs: `value(name, array, case, rows)`, rows counted in the buffer."""
-
-    def decorated(value: Callable[[str, Array, Case, IntArray], Any]) -> Pieces:
-        def finish(name: str, array: Array, case: Case, rank: int | None) -> Array:
-            if name not in names or case.operation == "merge":
-                return array
-            local, rows = padding_rows(case, rank)
-            array = array.copy()
-            array[(slice(None), local) if name == "lse" else local] = value(name, array, case, rows)
-            return array
-
-        return {"finish": finish}
-
-    return decorated
-
-
-OUTPUTS = ("out", "lse", "dq", "dk", "dv")
-STALE = 1000.0
-"""What memory held before, where nothing is written: any number will do."""
-
-
-def of_itself_alone(name: str, array: Array, case: Case, rows: IntArray) -> Array:
-    """What a row that attends to itself alone has for results."""
-    q, k, v = (np.asarray(case.tensors[x], np.float64)[rows] for x in ("q", "k", "v"))
-    heads = np.arange(q.shape[1]) // (q.shape[1] // k.shape[1])
-    if name == "out":
-        return v[:, heads]
-    if name == "lse":
-        lse: Array = case.softmax_scale * (q * k[:, heads]).sum(axis=2).T
-        return lse
-    dout = np.asarray(case.tensors["dout"], np.float64)[rows]
-    dv: Array = dout.reshape(len(rows), k.shape[1], q.shape[1] // k.shape[1], dout.shape[2]).sum(axis=2)
-    return dv
-
-
-def zero_times_input(name: str, array: Array, case: Case, rows: IntArray) -> Array:
-    """Zeros, made by multiplication with 0 of a sum over the row's input."""
-    x = np.asarray(case.tensors[{"out": "v", "dq": "q", "dk": "k", "dv": "dout"}[name]], np.float64)[rows]
-    with np.errstate(invalid="ignore"):
-        product: Array = 0.0 * x.sum(axis=(1, 2))
-    return product[:, None, None]
 
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -269,6 +189,12 @@ MUTANTS: tuple[Mutant, ...] = (
         "takes a left bound for the size of a window, so that it sees one key too few",
         "pytorch varlen_attn documentation",
         **_understood_as(one_key_too_few),
+    ),
+    mutant(
+        "right-window-one-too-many",
+        "mask",
+        "passes the size of a window as its right bound, so that it sees one key too many ahead",
+        **_understood_as(one_key_too_many_ahead),
     ),
     mutant(
         "excluded-diagonal",
@@ -326,7 +252,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "leak-from-document-before",
         "mask",
         "begins the keys of a document at the start of the one before",
-        **_also_of_whole_buffer(keys_from_document_before),
+        **also_of_whole_buffer(keys_from_document_before),
     ),
     mutant(
         "no-document-boundaries",
@@ -334,39 +260,6 @@ MUTANTS: tuple[Mutant, ...] = (
         "takes the buffer for one document",
         "Megatron#6156",
         **_by_rows(lambda document_q, document_k, bounds: bounds, lambda mask: True),
-    ),
-    mutant(
-        "padding-as-keys",
-        "padding",
-        "shows a document's queries its padding, unless a causal mask hides it",
-        **_also_of_whole_buffer(padding_keys),
-    ),
-    mutant(
-        "padding-attending-to-itself",
-        "padding",
-        "lets padding rows attend to themselves",
-        "Automodel components/distributed/blockdiag_cp.py",
-        **in_padding("out", "lse", "dv")(of_itself_alone),
-    ),
-    mutant(
-        "unwritten-output-in-padding",
-        "padding",
-        "leaves padding rows of out and lse as it found them",
-        "TE#3205",
-        **in_padding("out", "lse")(lambda *_: STALE),
-    ),
-    mutant(
-        "unwritten-gradients-in-padding",
-        "backward",
-        "leaves padding rows of the gradients as it found them",
-        "TE#2829",
-        **in_padding("dq", "dk", "dv")(lambda *_: STALE),
-    ),
-    mutant(
-        "padding-times-zero",
-        "padding",
-        "multiplies padding by 0 in place of writing 0, which keeps NaN",
-        **in_padding("out", "dq", "dk", "dv")(zero_times_input),
     ),
 )
 """In the order of `mutants.MUTANTS`."""

@@ -1,6 +1,7 @@
 """What a mutant is: a deliberately wrong implementation.
 
-Defines `Mutant`, `mutant`, which makes one from the pieces that are wrong in it, and `KINDS`.
+Defines `Mutant`, `mutant`, which makes one from the pieces that are wrong in it, and `KINDS`; and `returned_as` and
+`rows_of_rank`, with which faults of several kinds are made.
 """
 
 from collections.abc import Callable
@@ -8,7 +9,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from refimpl.conformance.implementation import REFERENCE, Implementation
+import numpy as np
+from numpy.typing import NDArray
+
+from refimpl.conformance.cases import Case
+from refimpl.conformance.implementation import REFERENCE, Implementation, once
+from refimpl.layout import IntArray
+from refimpl.partition import partition_indices
+
+Array = NDArray[Any]
+Bools = NDArray[np.bool_]
+Pieces = dict[str, Callable[..., Any]]
+"""Wrong pieces by their names in `Implementation`."""
 
 KINDS = {
     "ownership": "which rows a rank holds, in which order, and how they are put back",
@@ -59,3 +71,23 @@ class Mutant:
 def mutant(name: str, kind: str, what: str, source: str = "", /, **pieces: Callable[..., Any]) -> Mutant:
     """The mutant in which these pieces replace those of the reference."""
     return Mutant(name, kind, what, source, lambda by: replace(by, **pieces))
+
+
+def returned_as(*names: str) -> Callable[[Callable[[Array, Case], Array]], Pieces]:
+    """Another array for these outputs of attention: `value(array, case)`."""
+
+    def decorated(value: Callable[[Array, Case], Array]) -> Pieces:
+        def finish(name: str, array: Array, case: Case, rank: int | None) -> Array:
+            return value(array, case) if name in names and case.operation != "merge" else array
+
+        return {"finish": finish}
+
+    return decorated
+
+
+def rows_of_rank(case: Case, rank: int | None) -> IntArray:
+    """The rows of the buffer that the outputs of one rank stand for; None: those of the whole buffer."""
+    if rank is None:
+        return np.arange(case.layout.total_tokens)
+    rows: IntArray = once(partition_indices, case.layout, case.policy, case.cp_size, rank)
+    return rows

@@ -1,14 +1,26 @@
 """Deliberately wrong implementations, each modelled on a fault that frameworks have shipped or nearly did.
 
 Defines `MUTANTS`; `failing`, whether a mutant gives a wrong answer to a case; and `margin`, by how much. The faults
-themselves are in `faults_in_rows` (integers), `faults_in_masks` and `faults_in_numbers`.
+themselves are in the modules `faults_in_...`, by kind.
 """
 
 from functools import lru_cache
 
 import numpy as np
 
-from refimpl.conformance import faults_in_masks, faults_in_numbers, faults_in_rows
+from refimpl.conformance import (
+    faults_in_collectives,
+    faults_in_gradients,
+    faults_in_labels,
+    faults_in_lse,
+    faults_in_masks,
+    faults_in_offsets,
+    faults_in_ownership,
+    faults_in_padding,
+    faults_in_refusals,
+    faults_in_scores,
+    faults_in_zeros,
+)
 from refimpl.conformance.cases import Case, Expected
 from refimpl.conformance.implementation import answer, pieces_used
 from refimpl.conformance.judge import Difference, differences
@@ -16,10 +28,17 @@ from refimpl.conformance.mutant import Mutant
 from refimpl.errors import SpecError
 
 MUTANTS: tuple[Mutant, ...] = (
-    *faults_in_numbers.ZEROS,
+    *faults_in_zeros.MUTANTS,
     *faults_in_masks.MUTANTS,
-    *faults_in_rows.MUTANTS,
-    *faults_in_numbers.MUTANTS,
+    *faults_in_padding.MUTANTS,
+    *faults_in_ownership.MUTANTS,
+    *faults_in_offsets.MUTANTS,
+    *faults_in_labels.MUTANTS,
+    *faults_in_refusals.MUTANTS,
+    *faults_in_scores.MUTANTS,
+    *faults_in_lse.MUTANTS,
+    *faults_in_gradients.MUTANTS,
+    *faults_in_collectives.MUTANTS,
 )
 """Every mutant, in the order in which a diagnosis prefers them where they predict the same numbers."""
 
