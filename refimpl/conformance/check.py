@@ -97,7 +97,8 @@ class Result:
     - `id`: of the case, or the name of a captured tensor. `verdict`: one of VERDICTS.
     - `message`: one line, empty for pass: what is wrong and where, or why it was skipped.
     - `differences`: every array that is wrong. `dtype`: the one whose bounds were used.
-    - `arrays`: the answer, as far as the case asks for it. `refused`: the code of a refusal, or "".
+    - `arrays`: the answer, as far as the case asks for it; `answered`: whether there was one, however empty.
+    - `refused`: the code of a refusal, or "".
     """
 
     id: str
@@ -106,6 +107,7 @@ class Result:
     differences: tuple[Difference, ...] = ()
     dtype: str = "float64"
     arrays: Mapping[str, Array] = field(default_factory=dict)
+    answered: bool = False
     refused: str = ""
 
     @property
@@ -210,7 +212,7 @@ def judge(vector: Vector, outcome: Outcome | None, declaration: Declaration) -> 
             return result("fail", f"{told}; expected {expected.error or 'an answer'}", refused=code)
         case Answered(arrays):
             if expected.error is not None:
-                return result("fail", f"answered; expected a refusal with {expected.error}")
+                return result("fail", f"answered; expected a refusal with {expected.error}", answered=True)
             try:
                 wrong = tuple(differences(case, expected, arrays, dtype))
             except (TypeError, ValueError) as error:
@@ -222,7 +224,7 @@ def judge(vector: Vector, outcome: Outcome | None, declaration: Declaration) -> 
                     "skip" if "lse" in lacked else "pass", "lacks lse" if "lse" in lacked else "", arrays=arrays
                 )
             message = in_words(vector, first_difference(wrong), arrays)
-            return result("fail", message, differences=wrong, arrays=arrays)
+            return result("fail", message, differences=wrong, arrays=arrays, answered=True)
 
 
 def _judge_skip(case: Case, feature: str, declaration: Declaration) -> Result:

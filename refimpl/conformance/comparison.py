@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from refimpl.conformance.cases import Case, Expected, base_name
+from refimpl.conformance.cases import PER_RANK, Case, Expected, base_name
 from refimpl.conformance.implementation import answer
 from refimpl.conformance.judge import TOKEN_AXIS, exact_rows
 from refimpl.conformance.mutant import Mutant
@@ -38,33 +38,42 @@ SLACK = 2.0
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """The right answer to a case as one vector: the elements of all its arrays, in the order of their names."""
+    """The right answer to a case as one vector: the elements of all its arrays, in the order of their names.
+
+    Arrays whose base names are `ignored` are not part of it: nobody judges them.
+    """
 
     case: Case
     expected: Expected
+    ignored: frozenset[str] = frozenset()
+
+    @cached_property
+    def arrays(self) -> dict[str, Array]:
+        """What is judged."""
+        return {name: x for name, x in self.expected.arrays.items() if base_name(name) not in self.ignored}
 
     @cached_property
     def names(self) -> tuple[str, ...]:
         """The arrays."""
-        return tuple(self.expected.arrays)
+        return tuple(self.arrays)
 
     @cached_property
     def slices(self) -> dict[str, slice]:
         """Where in the vector each array lies."""
-        ends = np.cumsum([x.size for x in self.expected.arrays.values()], dtype=int).tolist()
+        ends = np.cumsum([x.size for x in self.arrays.values()], dtype=int).tolist()
         return {name: slice(a, b) for name, a, b in zip(self.names, [0, *ends], ends, strict=False)}
 
     @cached_property
     def values(self) -> Floats:
         """The right numbers."""
-        arrays = [np.ravel(x).astype(np.float64) for x in self.expected.arrays.values()]
+        arrays = [np.ravel(x).astype(np.float64) for x in self.arrays.values()]
         return np.concatenate([np.zeros(0), *arrays])
 
     @cached_property
     def exact(self) -> Bools:
         """Elements where no rounding is allowed."""
         parts = [np.zeros(0, bool)]
-        for name, x in self.expected.arrays.items():
+        for name, x in self.arrays.items():
             exact = np.full(x.shape, x.dtype.kind != "f")
             axis = TOKEN_AXIS.get(base_name(name))
             if x.dtype.kind == "f" and axis is not None:
@@ -83,18 +92,18 @@ class Target:
     @cached_property
     def owner(self) -> IntArray:
         """The number of the array that each element belongs to."""
-        return np.repeat(np.arange(len(self.names)), [x.size for x in self.expected.arrays.values()])
+        return np.repeat(np.arange(len(self.names)), [x.size for x in self.arrays.values()])
 
     @cached_property
     def largest(self) -> Floats:
         """The largest finite magnitude of each array, or 1."""
-        return np.array([max(1.0, largest_finite(x.astype(np.float64))) for x in self.expected.arrays.values()])
+        return np.array([max(1.0, largest_finite(x.astype(np.float64))) for x in self.arrays.values()])
 
 
 @lru_cache(maxsize=1 << 12)
-def target_of(case: Case, expected: Expected) -> Target:
+def target_of(case: Case, expected: Expected, ignored: frozenset[str] = frozenset()) -> Target:
     """The target of a case; always the same object."""
-    return Target(case, expected)
+    return Target(case, expected, ignored)
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +111,8 @@ class Reply:
     """An answer in the order of a target.
 
     - `error`: the code of a refusal; "" if there are arrays.
-    - `values`: NaN in arrays that are missing or have the wrong form; these are in `odd`, with None if missing.
+    - `values`: NaN in arrays that are missing or have the wrong form; these are in `odd`, with None if missing. What
+      holds no numbers counts as missing.
     - `growth`: how much larger the numbers of each array are than the right ones, at least 1.
     """
 
@@ -117,8 +127,9 @@ class Reply:
         if isinstance(given, str):
             return cls(given, np.zeros(0), {}, np.zeros(0))
         parts, odd, growth = [np.zeros(0)], {}, []
-        for name, right in target.expected.arrays.items():
+        for name, right in target.arrays.items():
             x = np.asarray(given[name]) if name in given else None
+            x = None if x is not None and x.dtype.kind not in "iubfV" else x
             if x is None or x.shape != right.shape or (x.dtype.kind in "iub") != (right.dtype.kind in "iub"):
                 odd[name] = x
                 parts.append(np.full(right.size, np.nan))
@@ -182,7 +193,7 @@ def _same_form(given: Array | None, told: Array | None, limits: Floats) -> bool:
 @lru_cache(maxsize=1 << 12)
 def replay(target: Target, mutant: Mutant, only_rank: int | None = None) -> Reply | None:
     """What the mutant answers; None if the case asks for none of its wrong pieces, or its answer is the right one."""
-    if not touches(mutant, target.case):
+    if not touches(mutant, target.case) or (only_rank and not _asked(target.case, only_rank)):
         return None
     given: Answer
     try:
@@ -197,19 +208,28 @@ def replay(target: Target, mutant: Mutant, only_rank: int | None = None) -> Repl
     return told if told.wrong(target, "float64").any() else None
 
 
+def _asked(case: Case, rank: int) -> bool:
+    """Whether a case asks anything of a rank other than 0, which answers where there are no ranks."""
+    return case.operation in PER_RANK and rank < case.cp_size
+
+
 @dataclass(frozen=True, eq=False)
 class Item:
-    """One answer of the implementation under diagnosis, and what is wrong with it."""
+    """One answer of the implementation under diagnosis, and what is wrong with it.
+
+    `ignored` are base names of arrays that are not judged.
+    """
 
     case: Case
     expected: Expected
     answer: Answer
     dtype: str
+    ignored: frozenset[str] = frozenset()
 
     @cached_property
     def target(self) -> Target:
         """The right answer."""
-        return target_of(self.case, self.expected)
+        return target_of(self.case, self.expected, self.ignored)
 
     @cached_property
     def reply(self) -> Reply:

@@ -13,7 +13,7 @@ from itertools import zip_longest
 
 import numpy as np
 
-from refimpl.conformance.cases import FEATURES, Case, Expected, base_name
+from refimpl.conformance.cases import FEATURES, PER_RANK, Case, Expected, base_name
 from refimpl.conformance.comparison import CRASH, Answer, Bools, Floats, Item, alike, matches, replay, tolerance
 from refimpl.conformance.mutant import Mutant
 from refimpl.conformance.mutants import MUTANTS
@@ -21,6 +21,9 @@ from refimpl.conformance.observation import Observation, observe, only_rank, row
 
 MOST_CASES = 24
 """Failing cases on which all mutants are replayed; those that predict one of these are replayed on all the others."""
+
+MOST_CASES_OF_A_RANK = 6
+"""The same where a fault may be that of one rank, for there are many ranks to ask."""
 
 EVIDENCE = 10.0
 """Bits of agreement that chance hardly brings about."""
@@ -107,24 +110,26 @@ class Candidate:
     scope: str = ""
 
 
-def diagnose(items: Iterable[tuple[Case, Expected, Answer, str]]) -> Diagnosis:
+def diagnose(items: Iterable[tuple[Case, Expected, Answer, str]], ignored: frozenset[str] = frozenset()) -> Diagnosis:
     """Name the faults behind wrong answers.
 
     Args:
         items: case, right answer, what the implementation answered, and the dtype that it computes in. Passing ones
             belong to it: they tell which faults it does not have. An answer is arrays by name, or the code of a
             refusal, or "crash".
+        ignored: base names of arrays that are not judged, wrong or missing as they may be.
 
     Raises:
         ValueError: if no item fails. [V11]
     """
-    every = [Item(*item) for item in items]
+    every = [Item(*item, ignored) for item in items]
     failing, passing = [x for x in every if x.failed], [x for x in every if not x.failed]
     if not failing:
         raise ValueError("nothing to diagnose: no answer is wrong")
     candidates = _candidates(failing, passing, None)
-    rank = only_rank(failing)
-    if rank is not None and not any(len(candidate.explained) == len(failing) for candidate in candidates):
+    for rank in _suspects(failing):
+        if any(len(candidate.explained) == len(failing) for candidate in candidates):
+            break
         candidates += _candidates(failing, passing, rank)
     findings = tuple(_finding(candidate, twins, failing) for candidate, twins in _explaining(candidates, len(failing)))
     return Diagnosis(findings, observe(failing, passing))
@@ -132,7 +137,7 @@ def diagnose(items: Iterable[tuple[Case, Expected, Answer, str]]) -> Diagnosis:
 
 def _candidates(failing: Sequence[Item], passing: Sequence[Item], rank: int | None) -> list[Candidate]:
     """Mutants that predict at least one failing case in full and contradict no passing one, at least within a scope."""
-    looked_at = _varied(failing)
+    looked_at = _varied(failing, MOST_CASES if rank is None else MOST_CASES_OF_A_RANK)
     found = []
     for mutant in MUTANTS:
         if not any(match_of(failing[i], mutant, rank).full for i in looked_at):
@@ -151,13 +156,25 @@ def _candidates(failing: Sequence[Item], passing: Sequence[Item], rank: int | No
     return found
 
 
-def _varied(failing: Sequence[Item]) -> list[int]:
-    """At most MOST_CASES of the failing items, of every operation in turn, small ones first."""
+def _suspects(failing: Sequence[Item]) -> list[int]:
+    """Ranks that may have a fault alone: the one that is wrong alone; or any, for what a rank sends reaches others.
+
+    Rank 0 also answers where there are no ranks, so no other rank is at fault there.
+    """
+    rank = only_rank(failing)
+    if rank is not None:
+        return [rank]
+    sizes = [item.case.cp_size if item.case.operation in PER_RANK else 1 for item in failing]
+    return list(range(max(sizes) if min(sizes) > 1 else min(1, max(sizes) - 1)))
+
+
+def _varied(failing: Sequence[Item], most: int) -> list[int]:
+    """At most `most` of the failing items, of every operation in turn, small ones first."""
     by_operation: dict[str, list[int]] = {}
     for i in sorted(range(len(failing)), key=lambda i: len(failing[i].target.values)):
         by_operation.setdefault(failing[i].case.operation, []).append(i)
     in_turn = (i for turn in zip_longest(*by_operation.values()) for i in turn if i is not None)
-    return [i for i, _ in zip(in_turn, range(MOST_CASES), strict=False)]
+    return [i for i, _ in zip(in_turn, range(most), strict=False)]
 
 
 def _scope(explained: Sequence[Item], denied: Sequence[Item]) -> str:

@@ -17,17 +17,25 @@ def diagnosed(checked: Checked) -> Checked:
 
     Right answers take part: they tell which faults it cannot be.
     """
-    told = [result for result in checked.results if result.verdict in ("pass", "fail", "error")]
-    items = [
-        (vector.case, vector.expected, _answer(result), result.dtype)
-        for result in told
-        if result.id not in checked.known and (vector := checked.vectors.get(result.id)) is not None
+    told = [
+        (vector, result)
+        for result in checked.results
+        if result.id not in checked.known and (vector := checked.vectors.get(result.id)) and _told(result)
     ]
-    if not any(result.verdict == "fail" for result in checked.failing) or not items:
+    if not any(result.verdict == "fail" for _, result in told):
         return checked
     from refimpl.conformance.diagnose import diagnose  # a hundred faults, of no use to who is right
 
-    return replace(checked, diagnosis=diagnose(items))
+    items = [(vector.case, vector.expected, _answer(result), result.dtype) for vector, result in told]
+    ignored = frozenset({"lse"} & set(checked.declaration.lacks))
+    return replace(checked, diagnosis=diagnose(items, ignored))
+
+
+def _told(result: Result) -> bool:
+    """Whether the implementation answered, refused or crashed: not if it skipped, or its ranks went different ways."""
+    if result.verdict == "fail":
+        return result.answered or bool(result.refused)
+    return result.verdict in ("pass", "error")
 
 
 def _answer(result: Result) -> Mapping[str, NDArray[Any]] | str:

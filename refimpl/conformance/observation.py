@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from refimpl.conformance.cases import FEATURES, PER_RANK, Case, base_name
-from refimpl.conformance.comparison import Item
+from refimpl.conformance.comparison import CRASH, Item
 from refimpl.conformance.judge import TOKEN_AXIS
 from refimpl.conformance.locate import Place, place_of, rows_of
 
@@ -110,6 +110,7 @@ def _first(item: Item) -> tuple[str, Place, str, float, float]:
     nan = float("nan")
     if item.wrong_outcome:
         got = f"refused with {item.reply.error}" if item.reply.error else "answered"
+        got = "crashed" if item.reply.error == CRASH else got
         wanted = f"refused with {item.expected.error}" if item.expected.error else "answered"
         return f"{got}, expected to be {wanted}", Place(), "refusal", nan, nan
     name = min(_wrong_names(item), key=lambda name: _number(name, 1))
