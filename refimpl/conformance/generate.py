@@ -18,16 +18,13 @@ from refimpl.conformance.cases import Case, Expected, Vector
 from refimpl.conformance.catalogue import CASES
 from refimpl.conformance.implementation import answer
 from refimpl.conformance.judge import differences
-from refimpl.conformance.mutants import MUTANTS, margin
+from refimpl.conformance.mutants import LEAST_MARGIN, MUTANTS, margin
 from refimpl.errors import SpecError
 
 Answer = Callable[[Case], Mapping[str, object]]
 
 ANSWERS: dict[str, Answer] = {"the reference in pieces": answer, "the public reference": reference.run}
 """The ways in which the reference answers."""
-
-LEAST_MARGIN = 10.0
-"""A mutant that fails a case does so by more than so many bounds, or it might pass on another machine."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,7 +1,8 @@
 """Deliberately wrong implementations, each modelled on a fault that frameworks have shipped or nearly did.
 
 Defines `MUTANTS`; `failing`, whether a mutant gives a wrong answer to a case; and `margin`, by how much. The faults
-themselves are in the modules `faults_in_...`, by kind.
+themselves are in the modules `faults_in_...`, by kind. How firmly the vectors kill each of them is told by
+`python -m refimpl.conformance.margins`.
 """
 
 from functools import lru_cache
@@ -41,6 +42,9 @@ MUTANTS: tuple[Mutant, ...] = (
     *faults_in_collectives.MUTANTS,
 )
 """Every mutant, in the order in which a diagnosis prefers them where they predict the same numbers."""
+
+LEAST_MARGIN = 10.0
+"""A mutant that fails a case does so by at least so many bounds in float64, or it might pass on another machine."""
 
 BY_NAME: dict[str, Mutant] = {mutant.name: mutant for mutant in MUTANTS}
 
