@@ -33,10 +33,10 @@ PYTEST := MPIEXEC="$(MPIEXEC)" $(BIN)/python -m pytest
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help verify test slow peers lint format bench gpu-check clean
+.PHONY: help verify test slow peers lint format traceability bench gpu-check clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 verify: $(RUN_STAMP) ## Check every policy, forward and backward, on RANKS=4 MPI ranks (VERIFY_ARGS)
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(MPIEXEC) -n $(RANKS) $(BIN)/thdcp verify $(VERIFY_ARGS)
@@ -58,6 +58,9 @@ lint: $(DEV_STAMP) ## Check style, format and types
 format: $(DEV_STAMP) ## Rewrite the sources in the house format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+traceability: $(RUN_STAMP) ## Write specs/traceability.txt
+	$(BIN)/python -m tests.traceability --write
 
 bench: $(TEST_STAMP) ## Time the attention against PyTorch on this machine
 	$(BIN)/python bench/attention.py

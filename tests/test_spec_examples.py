@@ -1,23 +1,20 @@
-"""The specification keeps its own rules, its examples are true, and nothing cites a clause that it does not hold."""
+"""The specification keeps its own rules, and its examples are true. Who cites it: test_traceability.py."""
 
-import ast
 import doctest
 import re
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests.traceability import CITATION, CLAUSE, WITHDRAWN
+
 ROOT = Path(__file__).resolve().parent.parent
 SPEC = ROOT / "specs" / "thd_cp.md"
 TEXT = SPEC.read_text(encoding="utf-8")
 
-CLAUSE = re.compile(r"\*\*([A-Z]\d+)\*\* (?=\S)")  # at the head of a paragraph
-CITATION = re.compile(r"\[([LPRKABCNV]\d+)\]")
 FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-RETIRED = re.compile(r"Withdrawn so far: (.*?)\.")
 
 
 @dataclass(frozen=True)
@@ -97,9 +94,9 @@ def test_no_example_escapes() -> None:
 def test_ids_are_unique_and_none_is_used_again() -> None:
     ids = [clause.id for clause in CLAUSES]
     assert [i for i, count in Counter(ids).items() if count > 1] == []
-    retired = RETIRED.search(TEXT)
-    assert retired is not None
-    assert IDS.isdisjoint(re.findall(r"\b[A-Z]\d+\b", retired[1]))
+    withdrawn = WITHDRAWN.search(TEXT)
+    assert withdrawn is not None
+    assert IDS.isdisjoint(re.findall(r"\b[A-Z]\d+\b", withdrawn[1]))
 
 
 def test_ids_stand_in_their_section_in_order() -> None:
@@ -145,37 +142,3 @@ def test_sources_name_every_repository() -> None:
     known = TEXT.split("\n## Sources\n")[1]
     cited = set(re.findall(r"([\w-]+)#\d+", TEXT))
     assert [prefix for prefix in sorted(cited) if not re.search(rf"^\|[^|]*\b{prefix}\b", known, re.MULTILINE)] == []
-
-
-def docstrings(path: Path) -> Iterator[str]:
-    """The docstrings in a file, those under attributes included."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            yield node.value.value
-
-
-def marked_clauses(path: Path) -> Iterator[str]:
-    """What the file passes to `pytest.mark.clause`, as far as it is written out."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "clause":
-            yield from (a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str))
-
-
-def test_docstrings_cite_clauses_that_exist() -> None:
-    cited = {
-        (str(path.relative_to(ROOT)), id)
-        for path in sorted((ROOT / "refimpl").rglob("*.py"))
-        for text in docstrings(path)
-        for id in CITATION.findall(text)
-    }
-    assert len({id for _, id in cited}) > 40, "the scan finds next to nothing: has the way of citing changed?"
-    assert sorted((path, id) for path, id in cited if id not in IDS) == []
-
-
-def test_marks_name_clauses_that_exist() -> None:
-    marked = {
-        (str(path.relative_to(ROOT)), id)
-        for path in sorted((ROOT / "tests").rglob("*.py"))
-        for id in marked_clauses(path)
-    }
-    assert sorted((path, id) for path, id in marked if id not in IDS) == []
