@@ -6,12 +6,12 @@ from functools import cache
 
 import numpy as np
 import pytest
-from faulty_answers import EVERY_DTYPE, answer_of, answered, any_fails, items_of, small_case
+from faulty_answers import EVERY_DTYPE, answer_of, answered, any_fails, items_of, right_answer, small_case
 from random_cases import Layouts, expected_of
 
 from refimpl.collectives import run_ranks
 from refimpl.conformance import vectors
-from refimpl.conformance.cases import Case, Expected
+from refimpl.conformance.cases import PER_RANK, Case, Expected
 from refimpl.conformance.comparison import CRASH
 from refimpl.conformance.diagnose import EVIDENCE, diagnose
 from refimpl.conformance.implementation import answer
@@ -77,9 +77,11 @@ def test_mutants_are_recognised_on_twenty_layouts():
 @pytest.mark.clause("V11")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_mutants_are_recognised_in_low_precision(dtype):
+    """Faults as small as rounding may stay without a name, those of bfloat16 above all, but never get a wrong one."""
     tally = Tally()
     tally.sweep(range(100, 106), dtype)
-    tally.check(least_seen=0)
+    assert {told for _, told in tally.instead} <= {None}, tally.instead
+    assert tally.kind.total() >= 0.98 * tally.seen.total(), tally.instead
 
 
 def run_with(case, dtype, wrong):
@@ -173,6 +175,36 @@ def test_a_fault_on_one_rank_is_named_with_the_rank(fault, require):
     assert first.rank == (None if fault == "all-zeros" else rank)
 
 
+PER_RANK_FAULTS = [
+    "rows-one-late",
+    "divided-query-offsets",
+    "top-left-alignment",
+    "overwritten-heads",
+    "overwritten-steps",
+    "buffer-order-for-rank-order",
+    "reduction-for-next-rank",
+]
+"""Some that reach the results of other ranks: by the rows that they gather, or by what is reduced."""
+
+
+@pytest.mark.clause("V11")
+@pytest.mark.parametrize("name", PER_RANK_FAULTS)
+def test_a_fault_of_one_rank_is_named_though_it_reaches_others(name):
+    """A rank that reduces wrongly spoils dk and dv everywhere; the rank that has the fault is told all the same."""
+    rank, named = 1, 0
+    for seed in (1100, 1101, 1102):
+        items = []
+        for case, expected in Layouts(seed).battery():
+            per_rank = case.operation in PER_RANK
+            given = answer_of(case, expected, BY_NAME[name].implementation, rank) if per_rank else None
+            items.append((case, expected, right_answer(expected) if given is None else given, "float64"))
+        if any_fails(items):
+            first = diagnose(items).findings[0]
+            assert (name in (first.mutant, *first.twins), first.rank) == (True, rank), (seed, first)
+            named += 1
+    assert named
+
+
 @pytest.mark.clause("V11")
 def test_affected_rows_are_told_in_words():
     """Rank 1 holds rows 6 to 11 of document 1, which begins at row 5; its first query sees the first key alone."""
@@ -243,14 +275,25 @@ def test_a_fault_with_one_feature_alone_has_that_scope():
     policies = ("packed_contiguous", "packed_dual_chunk_swap", "dual_chunk_swap")
     diagnosis = diagnose([item(policies[0], "top-left-alignment"), *(item(policy) for policy in policies[1:])])
     assert diagnosis.findings[0].mutant == "top-left-alignment"
-    assert diagnosis.findings[0].scope == "packed_contiguous"
+    assert diagnosis.findings[0].scope == "with packed_contiguous"
     assert "only with packed_contiguous" in diagnosis.lines()[0]
     assert "every case with packed_contiguous fails, and no other" in diagnosis.observation.patterns
 
+    diagnosis = diagnose([item(policies[0]), *(item(policy, "top-left-alignment") for policy in policies[1:])])
+    assert diagnosis.findings[0].mutant == "top-left-alignment"
+    assert "only without packed_contiguous" in diagnosis.lines()[0]
+
 
 @pytest.mark.clause("V11")
-def test_two_faults_are_both_named():
-    faults = "base-2-lse", "missing-reduction"
+@pytest.mark.parametrize(
+    "faults",
+    [
+        ("base-2-lse", "missing-reduction"),
+        ("labels-across-documents", "missing-delta"),
+        ("merge-of-equals", "wrapped-rank"),
+    ],
+)
+def test_two_faults_are_both_named(faults):
     diagnosis = diagnose([answered(*item, *faults) for item in Layouts(0).battery()])
     assert {finding.mutant for finding in diagnosis.findings} == set(faults)
     assert sum(finding.reproduced for finding in diagnosis.findings) == diagnosis.findings[0].failed
@@ -275,6 +318,16 @@ def test_refusals_and_crashes():
     assert accepted.findings[0].mutant == "dropped-remainder"
     assert accepted.observation.problem == "refusal"
     assert "answered, expected to be refused with not_divisible" in accepted.lines()[1]
+
+
+@pytest.mark.clause("V11")
+def test_nothing_is_told_by_a_reference_that_is_wrong_itself():
+    """Mutants of a broken reference are wrong in two ways: here, NaN by its own fault is what every one would give."""
+    case, expected = small_case("attention_forward")
+    other = Expected({**expected.arrays, "out": expected.arrays["out"] + 1}, None, expected.bounds)
+    diagnosis = diagnose([(case, other, answer_of(case, expected, BY_NAME["base-2-lse"].implementation), "float64")])
+    assert diagnosis.findings == ()
+    assert "the reference that faults are made from is itself wrong there" in diagnosis.lines()[-1]
 
 
 @pytest.mark.clause("V11")

@@ -16,8 +16,6 @@ from refimpl.conformance.implementation import answer
 from refimpl.conformance.mutants import BY_NAME
 from refimpl.errors import SpecError
 
-# --- noise ----------------------------------------------------------------------------------------------------------
-
 
 def rows_first(name, x):
     return np.moveaxis(x, 1, 0) if name.startswith("lse") else x
@@ -206,9 +204,6 @@ def test_much_noise_is_never_named():
     assert unnamed > 800
 
 
-# --- answers that are hardly answers --------------------------------------------------------------------------------
-
-
 def all_missing(expected):
     return {}
 
@@ -290,9 +285,6 @@ def test_a_fault_beside_an_answer_of_the_wrong_form_is_still_named():
     (finding,) = diagnose(items).findings
     assert finding.mutant == "base-2-lse"
     assert finding.reproduced == finding.failed - 1
-
-
-# --- time -----------------------------------------------------------------------------------------------------------
 
 
 def suite_with(given, only=""):

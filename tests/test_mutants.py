@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from random_cases import Layouts
 
-from refimpl.conformance import vectors
-from refimpl.conformance.cases import Case, Expected
+from refimpl.conformance import margins, vectors
+from refimpl.conformance.cases import Case, Expected, Vector
 from refimpl.conformance.implementation import REFERENCE, Implementation, answer
 from refimpl.conformance.judge import Difference, differences
 from refimpl.conformance.mutant import KINDS, Mutant, mutant
@@ -256,6 +256,44 @@ def test_kills_of_small_vectors_are_exact(suite):
 def test_kills_are_exact(suite):
     for vector in suite:
         assert_kills(vector)
+
+
+@pytest.mark.clause("V7")
+def test_margins_are_told_and_luck_is_marked(capsys, monkeypatch):
+    """Two vectors, one of which finds the same error by three bounds and one by five; and a third, by exactness."""
+    case, token, padding = attention_case(WITH_PADDING), [0], [5]
+
+    def vector(bound):
+        allowed = {dtype: {"out": bound, "lse": 1.0} for dtype in ("float64", "bfloat16")}
+        return Vector(case, Expected(answer(case), None, allowed), ("wrong-by-some",))
+
+    few = [vector(1e-3), vector(6e-4)]
+    found = margins.kills(few, off_by(3e-3, token), "float64")
+    assert found.margins == pytest.approx((3.0, 5.0))
+    assert (found.exact, found.finite[0], found.best) == (0, pytest.approx(3.0), pytest.approx(5.0))
+    assert margins.kills(few, off_by(3e-3, padding), "float64").exact == 2
+    ((line, by_luck),) = margins.table(few, [off_by(3e-3, token)])
+    assert by_luck
+    assert line.split() == ["numerics", "wrong-by-some", *["2", "0", "3.0e+00", "5.0e+00"] * 2, "by", "luck"]
+    ((line, by_luck),) = margins.table(few, [off_by(3e-2, token)])
+    assert not by_luck
+    assert "luck" not in line
+    ((_, by_luck),) = margins.table([], [off_by(3e-2, token)])
+    assert by_luck, "nothing kills it"
+    monkeypatch.setattr(margins, "MUTANTS", (off_by(3e-3, token),))
+    monkeypatch.setattr(margins, "table", lambda suite: [("a line", True)])
+    assert margins.main([]) == 1
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        "a line",
+        "1 mutants, 304 vectors; 1 killed by less than 10 bounds".replace("304", str(len(vectors.load()))),
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.clause("V7")
+def test_no_mutant_dies_by_luck(capsys):
+    assert margins.main([]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == len(MUTANTS) + 3
 
 
 ATTENTION = ("attention_forward", "attention_backward", "context_parallel_forward", "context_parallel_backward")

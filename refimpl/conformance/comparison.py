@@ -208,6 +208,18 @@ def replay(target: Target, mutant: Mutant, only_rank: int | None = None) -> Repl
     return told if told.wrong(target, "float64").any() else None
 
 
+@lru_cache(maxsize=1 << 12)
+def reference_is_right(target: Target) -> bool:
+    """Whether what mutants are made from is right here; if not, as in a checkout that was broken, neither are they."""
+    try:
+        told = Reply.of(target, answer(target.case))
+    except SpecError as error:
+        return error.code == target.expected.error
+    except Exception:  # whatever broke it
+        return False
+    return target.expected.error is None and not told.wrong(target, "float64").any()
+
+
 def _asked(case: Case, rank: int) -> bool:
     """Whether a case asks anything of a rank other than 0, which answers where there are no ranks."""
     return case.operation in PER_RANK and rank < case.cp_size

@@ -14,10 +14,22 @@ from itertools import zip_longest
 import numpy as np
 
 from refimpl.conformance.cases import FEATURES, PER_RANK, Case, Expected, base_name
-from refimpl.conformance.comparison import CRASH, Answer, Bools, Floats, Item, alike, matches, replay, tolerance
+from refimpl.conformance.comparison import (
+    CRASH,
+    Answer,
+    Bools,
+    Floats,
+    Item,
+    alike,
+    matches,
+    reference_is_right,
+    replay,
+    tolerance,
+)
 from refimpl.conformance.mutant import Mutant
 from refimpl.conformance.mutants import MUTANTS
 from refimpl.conformance.observation import Observation, observe, only_rank, rows_in_buffer, wrong_arrays
+from refimpl.partition import Policy
 
 MOST_CASES = 24
 """Failing cases on which all mutants are replayed; those that predict one of these are replayed on all the others."""
@@ -32,6 +44,9 @@ BITS_OF_AN_INTEGER = 7.0
 BITS_OF_NAN = 2.0
 BITS_AT_MOST = 40.0
 """Of a float that agrees, however close it is."""
+
+OWN_CODE = ("context_parallel", "attention", *map(str, Policy))
+"""Features for which implementations have code of their own, in which a fault of all other code may be absent."""
 
 CONSISTENT = 0.2
 """Share of the failing cases that a mutant fails too, of which it must predict the numbers; two faults may overlap."""
@@ -48,8 +63,9 @@ class Finding:
       cases that this one explains.
     - `confidence`: the share of all failing cases that it predicts in full: `reproduced` of `failed`.
     - `elements`: the share of all wrong elements that it predicts.
-    - `rows`: which rows, in words. `rank`: the one rank that has the fault, None if all have it. `scope`: a feature
-      without which the fault does not show, although it would elsewhere; "" if there is no need for one.
+    - `rows`: which rows, in words. `rank`: the one rank that has the fault, None if all have it.
+    - `scope`: where alone the fault shows, although the mutant has it elsewhere too: "with" or "without" a feature; ""
+      if it shows everywhere.
     """
 
     mutant: str
@@ -67,7 +83,7 @@ class Finding:
 
     def __str__(self) -> str:
         where = f" on rank {self.rank}" if self.rank is not None else ""
-        where += f", only with {self.scope}" if self.scope else ""
+        where += f", only {self.scope}" if self.scope else ""
         told = [f"{self.mutant}{where}: {self.what}" + (f" ({self.source})" if self.source else "")]
         told.append(f"predicts {self.reproduced} of {self.failed} failing cases, {self.elements:.0%} of wrong elements")
         told += [self.rows] if self.rows else []
@@ -128,7 +144,7 @@ def diagnose(items: Iterable[tuple[Case, Expected, Answer, str]], ignored: froze
         raise ValueError("nothing to diagnose: no answer is wrong")
     candidates = _candidates(failing, passing, None)
     for rank in _suspects(failing):
-        if any(len(candidate.explained) == len(failing) for candidate in candidates):
+        if any(len(candidate.explained) == len(failing) and not candidate.scope for candidate in candidates):
             break
         candidates += _candidates(failing, passing, rank)
     findings = tuple(_finding(candidate, twins, failing) for candidate, twins in _explaining(candidates, len(failing)))
@@ -178,16 +194,19 @@ def _varied(failing: Sequence[Item], most: int) -> list[int]:
 
 
 def _scope(explained: Sequence[Item], denied: Sequence[Item]) -> str:
-    """A feature that all explained cases need and no contradicting one does; "" if there is none, or nothing denied."""
-    return next(
-        (
-            feature
-            for feature in (FEATURES if denied else ())
-            if all(feature in item.case.features for item in explained)
-            and not any(feature in item.case.features for item in denied)
-        ),
-        "",
-    )
+    """With a feature that all explained cases need and no contradicting one does, or the reverse; "" if there is none.
+
+    Nothing denied needs no scope.
+    """
+    for word, features, inside, outside in (
+        ("with", FEATURES, explained, denied),
+        ("without", OWN_CODE, denied, explained),
+    ):
+        for feature in features if denied else ():
+            needed = all(feature in item.case.features for item in inside)
+            if needed and not any(feature in item.case.features for item in outside):
+                return f"{word} {feature}"
+    return ""
 
 
 def _explaining(candidates: Sequence[Candidate], count: int) -> list[tuple[Candidate, tuple[str, ...]]]:
@@ -219,7 +238,7 @@ def match_of(item: Item, mutant: Mutant, rank: int | None = None) -> Match:
     told = replay(item.target, mutant, rank)
     wrong = max(1, int(item.wrong.sum()))
     none = Match(False, wrong, 0, 0.0)
-    if told is None:
+    if told is None or not reference_is_right(item.target):
         return none
     if item.wrong_outcome or told.error:
         if not item.wrong_outcome or told.error != item.reply.error:

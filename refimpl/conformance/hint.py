@@ -52,7 +52,7 @@ def diagnosis_lines(checked: Checked) -> list[str]:
     lines = []
     for finding in diagnosis.findings:
         where = f" on rank {finding.rank}" if finding.rank is not None else ""
-        where += f" with {finding.scope}" if finding.scope else ""
+        where += f" {finding.scope}" if finding.scope else ""
         line = f"looks like: {finding.mutant}{where} ({finding.what.rstrip('.')}) - reproduces "
         line += f"{finding.reproduced} of {finding.failed} failing cases"
         line += f"; {finding.rows}" if finding.rows else ""

@@ -3,8 +3,8 @@
 A margin is an error over what is allowed (see `mutants.margin`). For each mutant: how many vectors name it, in how many
 of these something is wrong that must be exact, and the smallest and largest margin of the others, for an
 implementation in float64 and in bfloat16, the finest and the coarsest dtype. Mutants that die in float64 on tolerance
-by luck, by less than LEAST_MARGIN, are marked, and the command ends with 1. In bfloat16 the mark `weak` changes nothing:
-some faults hide in its rounding.
+by luck, by less than LEAST_MARGIN, are marked, and the command ends with 1. The mark `weak`, for the same in bfloat16,
+changes nothing: some faults hide in its rounding.
 """
 
 import argparse

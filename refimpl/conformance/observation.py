@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from refimpl.conformance.cases import FEATURES, PER_RANK, Case, base_name
-from refimpl.conformance.comparison import CRASH, Item
+from refimpl.conformance.comparison import CRASH, Item, reference_is_right
 from refimpl.conformance.judge import TOKEN_AXIS
 from refimpl.conformance.locate import Place, place_of, rows_of
 
@@ -277,6 +277,8 @@ _PATTERNS: tuple[Callable[[Sequence[Wrong]], str], ...] = (
 
 
 def _where(failing: Sequence[Item], passing: Sequence[Item], arrays: Sequence[Wrong]) -> Iterator[str]:
+    if not all(reference_is_right(item.target) for item in failing):
+        yield "the reference that faults are made from is itself wrong there, so that none can be told"
     yield only_padding(arrays)
     yield only_backward(failing, passing)
     rank = only_rank(failing)
