@@ -63,6 +63,8 @@ def merge_cases() -> Iterator[Case]:
         why="A part without keys adds nothing, and the NaN that its out holds is never read.")
     yield merge("rows-without-keys", parts(2, absent=lambda p: [1, 3]),
         why="Where no part saw a key, out is 0 and lse -inf: the difference of two infinities is NaN.")
+    yield merge("rows-without-keys-of-eight", parts(8, absent=lambda p: [0, 4] if p % 2 else [0, 2, 4]),
+        why="Ranks of which none has keys for the first and the last row, and half of them for another one.")
     yield merge("taking-turns", parts(3, absent=lambda p: [p, p + 1]),
         why="Row by row another part is the one without keys.")
     yield merge("high", parts(2, base=8192, step=1024), features=["extreme"],
@@ -98,10 +100,12 @@ def attention_cases() -> Iterator[Case]:
         why="A token alone in its document has weight 1: out is v, and dq and dk are 0.")
     yield from attend("window", packed(13, 7), "K3", window=(2, 0),
         why="A window of three keys.")
-    yield from attend("window-longer-than-document", packed(4, 9, 3), "K1 K3", window=(6, 0), directions=FORWARD,
+    yield from attend("window-longer-than-document", packed(4, 9, 3), "K1 K3", window=(6, 0),
         why="A window that reaches over a document's start must not see the one before (miles#2038).")
-    yield from attend("causal-forces-right", packed(9, 7), "K2", window=(2, 3), directions=FORWARD,
+    yield from attend("causal-forces-right", packed(9, 7), "K2", window=(2, 3),
         why="A causal mask with a window that would look ahead by itself.")
+    yield from attend("causal-forces-right-alone", UNEVEN, "K2", heads=(4, 2, 4, 4), window=(-1, 1),
+        why="The same without a left bound: the only bound that is given must not count.")
     yield from attend("right-window", packed(9, 7), "K3", causal=False, window=(2, 1),
         why="Two keys behind, one ahead.")
     yield from attend("left-only", packed(9, 7), "K3", causal=False, window=(2, -1), directions=FORWARD,
@@ -124,7 +128,7 @@ def attention_cases() -> Iterator[Case]:
         why="The first row of a document sees one key, so its lse is the score itself, whatever the base or the sum.")
     yield from attend("lse-square", packed(4, 2), "A6", heads=(6, 6, 4, 4), features=["lse"], directions=FORWARD,
         why="As many heads as rows: an lse written as [T, H] has the right shape.")
-    yield from attend("scores-of-96", packed(9, 7), "A3", change=scores([12], [16, 16, 15.75, 15.5, 16]),
+    yield from attend("scores-of-96", packed(9, 7), "A3 N2", change=scores([12], [16, 16, 15.75, 15.5, 16]),
         features=["extreme"],
         why="exp(96) overflows float32: the largest score must be subtracted, and here all scores are near it.")
     yield from attend("scores-high", packed(9, 7), "A3", change=scores([32], [64, 64, 63.5, 64, 63.5]),
@@ -155,7 +159,7 @@ def attention_cases() -> Iterator[Case]:
     yield from attend("sum-over-keys", packed(64), "N2", heads=(1, 1, 4, 4), causal=False,
         change=one_large_chunk("v", 1, 4096, 15.5), directions=FORWARD,
         why="The first of 64 terms of out is 64, the others are less than 1/4: a bfloat16 sum forgets them one by one.")
-    yield from attend("sum-over-queries", packed(64), "N1", heads=(1, 1, 4, 4), causal=False,
+    yield from attend("sum-over-queries", packed(64), "N1 N2", heads=(1, 1, 4, 4), causal=False,
         change=one_large_chunk("dout", 1, 4096, 15.5), directions=BACKWARD,
         why="The same for the terms of dv.")
     yield from attend("sum-over-heads", packed(16), "B3 N1", heads=(8, 1, 4, 4), causal=False, change=one_large_head,

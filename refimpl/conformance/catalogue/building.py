@@ -295,6 +295,27 @@ def one_large_chunk(name: str, rows: int, value: float, others: float) -> Callab
     return change
 
 
+def lost_beside(
+    large: float, chunks: Sequence[slice], small: Sequence[slice], value: float
+) -> Callable[[Tensors], None]:
+    """Change k to 0, so that all weights are equal, and dout so that what is large cancels and what is small is left.
+
+    The rows of `chunks` have `large` and its negative in turn, those of `small` have `value`, others 0. If one of each
+    meet in a bfloat16 sum, the small one is lost there, and once the large ones are gone nothing is right.
+    """
+
+    def change(tensors: Tensors) -> None:
+        tensors["q"][...] = 1
+        tensors["k"][...] = 0
+        tensors["dout"][...] = 0
+        for rows in small:
+            tensors["dout"][rows] = value
+        for sign, rows in zip((1, -1) * len(chunks), chunks, strict=False):
+            tensors["dout"][rows] = sign * large
+
+    return change
+
+
 def one_large_head(tensors: Tensors) -> None:
     """The same, with the first query head for the first rows."""
     tensors["q"][...] = 0

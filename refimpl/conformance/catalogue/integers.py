@@ -207,6 +207,8 @@ def metadata_cases() -> Iterator[Case]:
         why="Empty documents with and without rows of their own.")
     yield metadata("cp2-right-window", DCS, 2, DCS_2, "R4 R5", causal=False, window=(2, 1),
         why="The early chunk sees into the next one, which another rank holds.")
+    yield metadata("cp2-causal-forces-right", DCS, 2, DCS_2, "K2 R4", window=(2, 5),
+        why="The early chunk must not see the next one for the sake of a right bound that causality overrules.")
     yield metadata("cp2-non-causal", DCS, 2, DCS_2, "R4", causal=False,
         why="Both steps see the whole document.")
     yield metadata("cp2", PDCS, 2, packed(8, 4), "R1 R2 R3 R4",
@@ -267,6 +269,8 @@ def mask_cases() -> Iterator[Case]:
         why="A bound beyond every position is no bound.")
     yield mask("causal-forces-right", packed(6, 4), window=(2, 3),
         why="A causal mask sees nothing ahead, whatever the window's right bound says.")
+    yield mask("causal-forces-right-alone", packed((5, 6), 7), window=(-1, 1),
+        why="A right bound alone, under a causal mask, is none.")
     yield mask("right-window", packed(7, 5), causal=False, window=(1, 2),
         why="Both bounds count, each inclusive.")
     yield mask("right-only", packed(7, 5), causal=False, window=(-1, 1),
@@ -295,6 +299,9 @@ def step_mask_cases() -> Iterator[Case]:
         why="Queries before the first key have no window, those behind it a full one.")
     yield step_mask("right-of-the-keys", packed(5), packed(2), "K3 K4 K5", causal=False, window=(-1, 2),
         why="A right bound as long as the keys is no unlimited one: the first query stands three before the first key.")
+    yield step_mask("right-of-all-keys", packed((7, 9), 3, (4, 4)), packed((2, 4), (3, 3), (1, 2)), "K3 K4 K5",
+        causal=False, window=(1, 4),
+        why="A right bound beyond the keys of every document: with padding, and a left bound that stays as it is.")
     yield step_mask("right-beyond-one", packed(6, 2), packed(3, 8), "K3 K4 K5", causal=False, window=(4, 4),
         why="Bounds longer than one document's keys and shorter than the other's.")
     yield step_mask("non-causal", packed(2, 3), packed(5, 1), "K4", causal=False,

@@ -22,6 +22,7 @@ from refimpl.conformance.catalogue.building import (
     ZERO_LENGTH,
     attend_over,
     dout_of_a_sum,
+    lost_beside,
     one_large_chunk,
     packed,
     scores,
@@ -88,9 +89,15 @@ def contiguous_cases() -> Iterator[Case]:
     yield from attend_over("cp3-dout-of-a-sum", PC, 3, packed((5, 7), (8, 8)), "B1 B2", strides={"dout": [0, 0, 0]},
         change=dout_of_a_sum, directions=BACKWARD,
         why="A gradient with strides of 0 is cut like any other.")
+    yield from attend_over("cp4-strides-heads-first", PC, 4, UNEVEN, "B1", heads=(4, 2, 4, 4),
+        strides={name: [8, 24 * 8, 2] for name in ("q", "k", "v", "dout")}, directions=BACKWARD,
+        why="A shard of a buffer in which heads come first is not one run of memory.")
     yield from attend_over("cp8-sum-over-ranks", PC, 8, packed(64), "B3 N1", heads=(1, 1, 4, 4), causal=False,
         change=one_large_chunk("dout", 8, 2048, 7), directions=BACKWARD,
         why="The first rank adds 256 to dv and the others less than 1: a bfloat16 sum forgets them (Megatron#6199).")
+    yield from attend_over("cp4-sum-over-ranks-cancels", PC, 4, packed(64), "B3 N1", heads=(2, 1, 4, 4), causal=False,
+        change=lost_beside(2048, [slice(0, 4), slice(16, 20)], [slice(4, 32)], 3.5), directions=BACKWARD,
+        why="Two ranks' large shares of dK and dV cancel; rounded to bfloat16 before, they take the small ones along.")
 
 
 def zigzag_cases() -> Iterator[Case]:
@@ -130,6 +137,11 @@ def zigzag_cases() -> Iterator[Case]:
     yield from attend_over("cp8-sum-over-ranks", DCS, 8, packed(64), "B3 N1", heads=(1, 1, 4, 4), causal=False,
         change=one_large_chunk("dout", 4, 4096, 7), directions=BACKWARD,
         why="Two steps on each of eight ranks add up in dv, the first of them 256 and all others less than 1.")
+    yield from attend_over("cp2-sum-over-steps", DCS, 2, packed(64), "B3 N1", heads=(1, 1, 4, 4), causal=False,
+        change=lost_beside(4096, [slice(0, 4), slice(16, 20)], [slice(32, 64)], 3.5), directions=BACKWARD,
+        why="A rank's late step adds little to the much of its early one; summed in bfloat16 the little is lost.")
+    yield from attend_over("cp2-causal-forces-right", DCS, 2, DCS_2, "K2", window=(-1, 3),
+        why="A right bound of 3 under a causal mask: the early chunk has the next one's keys at hand and sees none.")
     yield from attend_over("cp2", PDCS, 2, packed(8, 4), "P4 C1 C2",
         why="The other zigzag, on the documents that tell them apart.")
     yield from attend_over("cp2-padding", PDCS, 2, BOTH_PADDINGS, "A5 B2", poison=True,
@@ -143,3 +155,6 @@ def zigzag_cases() -> Iterator[Case]:
     yield from attend_over("cp2-right-window", PDCS, 2, UNEVEN, "K3 R5", causal=False, window=(1, 2),
         directions=FORWARD,
         why="The right bound at the ends of both chunks.")
+    yield from attend_over("cp4-sum-over-steps", PDCS, 4, packed(0, 64), "B3 N1", heads=(2, 2, 4, 6), causal=False,
+        change=lost_beside(4096, [slice(0, 2), slice(8, 10)], [slice(48, 64)], 3.5), directions=BACKWARD,
+        why="Two of four ranks have much in their early step, which cancels over ranks, and little in the late one.")
