@@ -123,9 +123,12 @@ class TestWitness:
 class TestBounds:
     @pytest.mark.clause("V6", "N2")
     def test_they_are_those_of_the_rule_or_wider(self, require):
-        """Never below those of `refimpl.tolerance`, whose sums a BLAS makes, and of the same size."""
+        """Those of `refimpl.tolerance`, whose sums a BLAS makes, or of the same size; that of lse may be narrower.
+
+        There the logarithm is rounded before it is added and after, here only after.
+        """
         require("ml_dtypes")
-        for case in WHOLE[::3]:
+        for case in WHOLE:
             expected = witness.expected(case)
             found = yardstick.bounds(case, expected)
             for name in ("float32", "float16", "bfloat16"):
@@ -138,7 +141,7 @@ class TestBounds:
                 for key, x in expected.items():
                     largest = tolerance.largest_finite(x)
                     rule = tolerance.Tolerance.of(dtype, tolerance.largest_error(plain[key], x), largest).bound
-                    assert found[name][key] >= 0.8 * rule, (case.id, name, key)
+                    assert found[name][key] >= (0.75 if key == "lse" else 0.9) * rule, (case.id, name, key)
                     if "extreme" not in case.features:
                         assert found[name][key] <= 3 * rule, (case.id, name, key)
 
