@@ -142,7 +142,7 @@ class TestBounds:
                     largest = tolerance.largest_finite(x)
                     rule = tolerance.Tolerance.of(dtype, tolerance.largest_error(plain[key], x), largest).bound
                     assert found[name][key] >= (0.75 if key == "lse" else 0.9) * rule, (case.id, name, key)
-                    if "extreme" not in case.features:
+                    if "extreme" not in case.features and largest > 0:  # else rounding is all there is
                         assert found[name][key] <= 3 * rule, (case.id, name, key)
 
     @pytest.mark.clause("V6")
