@@ -111,7 +111,9 @@ def test_declared_skips_and_expected_failures_take_no_part():
         declared = "context_parallel" in vector.case.features
         return Refused("mask") if declared else faulty(vector, "base-2-lse")
 
-    assert named(diagnosed(checked(refusing, declaration))) == ["base-2-lse"]
+    found = diagnosed(checked(refusing, declaration))
+    assert named(found) == ["base-2-lse"]
+    assert found.diagnosis.findings[0].failed == len(found.failing)
     every = frozenset(vector.case.id for vector in battery())
     assert diagnosed(checked(lambda vector: faulty(vector, "base-2-lse"), known=every)).diagnosis is None
 
