@@ -98,7 +98,7 @@ class Result:
     - `message`: one line, empty for pass: what is wrong and where, or why it was skipped.
     - `differences`: every array that is wrong. `dtype`: the one whose bounds were used.
     - `arrays`: the answer, as far as the case asks for it; `answered`: whether there was one, however empty.
-    - `refused`: the code of a refusal, or "".
+    - `refused`: the code of a refusal, or "". `details`: figures and places for machines, of captured tensors.
     """
 
     id: str
@@ -109,6 +109,7 @@ class Result:
     arrays: Mapping[str, Array] = field(default_factory=dict)
     answered: bool = False
     refused: str = ""
+    details: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def failed(self) -> bool:
@@ -122,7 +123,7 @@ class Checked:
 
     - `subject`: what was judged, in words. `vectors`: by the id of the results.
     - `known`: ids that are expected to fail. `notes`: remarks that change no verdict.
-    - `diagnosis`: of `diagnose.diagnose`, if something failed.
+    - `diagnosis`: of `diagnose.diagnose`, if something failed. `unit`: what the results are about.
     """
 
     subject: str
@@ -132,6 +133,7 @@ class Checked:
     known: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
     diagnosis: Any = None
+    unit: str = "cases"
 
     @property
     def failing(self) -> list[Result]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from refimpl.collectives import MpiCollectives, launched, say
 from refimpl.conformance import check as checking
@@ -48,6 +48,15 @@ FOREVER = 1e9
     "--export", "export_to", type=click.Path(path_type=Path), metavar="DIR", help="Write the cases, without answers."
 )
 @click.option(
+    "--capture",
+    "captured",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    metavar="FILE...",
+    help="Judge tensors dumped from a real step, in one file or several, such as one a rank.",
+)
+@click.option("--full", is_flag=True, help="With --capture: every row, not a sample.")
+@click.option(
     "--known", type=click.Path(path_type=Path), metavar="FILE", help="Ids of cases that must fail, a line each."
 )
 @click.option("--only", multiple=True, metavar="PATTERN", help="Cases whose id matches, such as 'partition-*'.")
@@ -65,6 +74,8 @@ def check(
     adapter: str | None,
     list_cases: bool,
     export_to: Path | None,
+    captured: tuple[Path, ...],
+    full: bool,
     known: Path | None,
     only: tuple[str, ...],
     dtype: str | None,
@@ -76,9 +87,19 @@ def check(
     RESULTS is a folder of answers that an implementation wrote, <id>.npz or <id>.json for each case. Ends with 0 if all
     is right, 1 if something is wrong, 2 if the request makes no sense.
     """
-    _check_mode(paths, adapter, list_cases, export_to)
+    _check_mode(paths, adapter, list_cases, export_to, captured)
+    if full and not captured:
+        raise SpecError("usage", "--full goes with --capture")
+    if captured and (known or only):
+        raise SpecError("usage", "--known and --only choose among cases, which --capture has none of")
+    if captured and dtype:
+        raise SpecError("usage", "--dtype is no choice with --capture: the capture itself declares it")
     if report is not None and (list_cases or export_to):
         raise SpecError("usage", "--report has nothing to tell of --list and --export")
+    if captured:
+        if report is not None:
+            prepare_folder(report)
+        return lambda _: _check_capture([*captured, *paths], full, report)
     everything = vectors.load()
     expected_to_fail = frozenset() if known is None else read_known(known, everything)
     chosen = select(everything, only)
@@ -103,19 +124,22 @@ def check(
     return work
 
 
-def _check_mode(paths: Sequence[Path], adapter: str | None, list_cases: bool, export_to: Path | None) -> None:
+def _check_mode(
+    paths: Sequence[Path], adapter: str | None, list_cases: bool, export_to: Path | None, captured: Sequence[Path]
+) -> None:
     """Exactly one thing to do, and only adapters have ranks."""
     modes = {
         "--adapter": adapter is not None,
         "--list": list_cases,
         "--export": export_to is not None,
-        "RESULTS": bool(paths),
+        "--capture": bool(captured),
+        "RESULTS": bool(paths) and not captured,
     }
     chosen = [mode for mode, given in modes.items() if given]
     if len(chosen) != 1:
         told = f"{' and '.join(chosen)} exclude each other" if chosen else "nothing to check"
-        raise SpecError("usage", f"{told}: give a folder of results, or one of {', '.join(list(modes)[:3])}")
-    if len(paths) > 1:
+        raise SpecError("usage", f"{told}: give a folder of results, or one of {', '.join(list(modes)[:4])}")
+    if len(paths) > 1 and not captured:
         raise SpecError("usage", f"one folder of results at a time, not {len(paths)}")
     told_ranks = launched()
     if told_ranks is not None and told_ranks[1] > 1 and adapter is None:
@@ -176,6 +200,17 @@ def _end(error: SpecError) -> None:
     os._exit(UNUSABLE)
 
 
+def _check_capture(paths: Sequence[Path], full: bool, report: Path | None) -> int:
+    from refimpl.conformance.capture import check_capture
+
+    errors = Console(stderr=True)
+    columns = (TextColumn("checking"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar:
+        task = bar.add_task("check", total=1.0)
+        checked = check_capture(paths, full, lambda share: bar.update(task, completed=share))
+    return _conclude(checked, report, None)
+
+
 def _redeclared(declaration: Declaration, dtype: str | None) -> Declaration:
     return declaration if dtype is None else replace(declaration, dtype=dtype)
 
@@ -191,7 +226,7 @@ def _by_id(chosen: Sequence[Vector]) -> dict[str, Vector]:
 def _conclude(checked: Checked, report: Path | None, group: MpiCollectives | None) -> int:
     """Diagnose, show and write what was found, on the first rank."""
     if group is None or group.rank == 0:
-        checked = diagnosed(checked)
+        checked = checked if checked.diagnosis else diagnosed(checked)
         console = Console(file=sys.stdout)
         if not console.is_terminal:
             console = Console(file=sys.stdout, width=WIDTH)

@@ -134,7 +134,7 @@ def _failing(checked: Checked) -> list[str]:
     failing = checked.failing
     if not failing:
         return []
-    parts = [f"<h2>Failing cases ({len(failing)})</h2>"]
+    parts = [f"<h2>Failing {checked.unit} ({len(failing)})</h2>"]
     for i, result in enumerate(failing):
         if i < MAX_DETAILS and result.id in checked.vectors:
             parts.append(_details(result, checked.vectors[result.id], is_open=i < OPEN_DETAILS))

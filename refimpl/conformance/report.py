@@ -34,7 +34,7 @@ def show(checked: Checked, console: Console) -> None:
     declared = checked.declaration
     name = f" ({declared.name})" if declared.name else ""
     lacks = f", lacks {', '.join(declared.lacks)}" if declared.lacks else ""
-    _line(console, f"{checked.subject}{name}: {len(checked.results)} cases in {declared.dtype}{lacks}")
+    _line(console, f"{checked.subject}{name}: {len(checked.results)} {checked.unit} in {declared.dtype}{lacks}")
     for line in diagnosis_lines(checked):
         _line(console, line, style="bold")
     unexpected = {result.id for result in checked.failing}
@@ -50,6 +50,9 @@ def show(checked: Checked, console: Console) -> None:
         _line(console, f"... and {len(checked.failing) - SHOWN_CASES} more (--report DIR writes all of them)")
     for result in checked.mended:
         _line(console, f"passes: {result.id}, though it is listed as a known failure: take it out of the list")
+    for result in checked.results:
+        if result.verdict == "pass" and result.message:
+            _line(console, f"pass: {result.id}: {result.message}")
     for note in checked.notes:
         _line(console, f"note: {note}")
     _line(console, summary(checked), style="bold green" if checked.passed else "bold red")
@@ -83,7 +86,7 @@ def _table(title: str, groups: Mapping[str, Sequence[Result]], checked: Checked)
 def summary(checked: Checked) -> str:
     """One line: how many cases have each verdict, and why some were skipped."""
     counts = checked.counts()
-    told = [f"{counts['pass']} of {len(checked.results)} cases pass"]
+    told = [f"{counts['pass']} of {len(checked.results)} {checked.unit} pass"]
     told += [f"{counts[verdict]} {word}" for verdict, word in _WORDS.items() if counts[verdict]]
     if counts["skip"]:
         reasons: dict[str, int] = {}
@@ -141,6 +144,7 @@ def _case(result: Result, checked: Checked) -> dict[str, Any]:
         "message": result.message,
         "dtype": result.dtype,
         "differences": [_plain(difference) for difference in result.differences],
+        **({"details": _plain(result.details)} if result.details else {}),
         **about,
     }
 
@@ -171,7 +175,8 @@ def as_junit(checked: Checked) -> bytes:
         skipped=str(checked.counts()["skip"] + len(checked.known_failing)),
     )
     for result in checked.results:
-        operation = checked.vectors[result.id].case.operation
+        vector = checked.vectors.get(result.id)
+        operation = vector.case.operation if vector else "capture"
         element = ElementTree.SubElement(suite, "testcase", classname=f"thdcp.check.{operation}", name=result.id)
         if result.id in mended:
             ElementTree.SubElement(element, "failure", message="passes, but is listed as a known failure")

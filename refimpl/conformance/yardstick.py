@@ -40,7 +40,7 @@ def bounds(case: Case, expected: Mapping[str, Array]) -> dict[str, dict[str, flo
         for plain in _plain_answers(case, rounded):
             for name, x in floats.items():
                 errors[base_name(name)] = max(errors[base_name(name)], largest_error(plain[name], x))
-        found[dtype] = {name: Tolerance.of(_dtype(dtype), errors[name], m).bound for name, m in largest.items()}
+        found[dtype] = {name: Tolerance.of(named_dtype(dtype), errors[name], m).bound for name, m in largest.items()}
     return found
 
 
@@ -71,7 +71,8 @@ class _BFloat16:
     name = "bfloat16"
 
 
-def _dtype(name: str) -> Any:
+def named_dtype(name: str) -> Any:
+    """What `Tolerance` needs to know of a dtype, without the package that brings bfloat16."""
     return _BFloat16() if name == "bfloat16" else np.dtype(name)
 
 
