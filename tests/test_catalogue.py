@@ -36,7 +36,7 @@ def for_all_cases(test):
 
 
 def with_layout():
-    return [case for case in CASES if case.operation not in ("merge", "step_mask", "refuse")]
+    return [case for case in CASES if case.operation != "refuse" and "cu_seqlens" in case.inputs]
 
 
 def pairs(case):
@@ -140,7 +140,7 @@ def test_features_are_what_the_case_needs(case):
     assert ("backward" in has) == case.operation.endswith("_backward")
     assert {policy for policy in POLICIES if policy in has} == {inputs.get("policy")} & set(POLICIES)
     if case.operation == "refuse":
-        assert {"partition", "metadata"} & has == {inputs["call"]} - {"layout"}
+        assert has - {"refuse", "large_offsets", *POLICIES} == {inputs["call"]} - {"layout"}
         return
     cp_size = inputs.get("cp_size")
     assert {"cp1", "cp3", "cp8"} & has == {f"cp{cp_size}"} & {"cp1", "cp3", "cp8"}
@@ -148,7 +148,7 @@ def test_features_are_what_the_case_needs(case):
     assert ("non_causal" in has) == (not causal)
     assert ("window" in has) == (causal and left != -1)
     assert ("right_window" in has) == (not causal and (left, right) != (-1, -1))
-    if case.operation not in ("merge", "step_mask"):
+    if "cu_seqlens" in inputs:
         end = inputs["cu_seqlens_padded"][-1]
         padding = [row for row, (document, _) in enumerate(pairs(case)) if document < 0]
         assert ("padding" in has) == any(row < end for row in padding)
@@ -292,12 +292,13 @@ def test_bounds_reach_the_keys_of_a_step_with_more_queries():
     assert sorted(found) == [False, True]
 
 
-@pytest.mark.clause("L2", "L3", "P6", "R7")
+@pytest.mark.clause("L2", "L3", "L8", "L9", "P6", "R7", "A8")
 def test_every_refusal_that_a_layout_and_a_rank_can_earn_is_asked_for():
     codes = {code for case in CASES if case.operation == "refuse" for code in witness.faults(case)}
     wanted = "type shape start decreasing count"
     assert codes >= {f"offsets_{kind}" for kind in wanted.split()}
     wanted = "real_exceeds_physical total_tokens policy cp_size cp_rank not_divisible mask int32_overflow"
+    wanted += " position_ids segment_ids shape dtype heads"
     assert codes >= set(wanted.split())
 
 

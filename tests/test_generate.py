@@ -83,6 +83,24 @@ class TestWitness:
                 )
                 assert sorted(pairs) == list(zip(*np.nonzero(witness.expected(case)["visible"]), strict=True))
 
+    @pytest.mark.clause("V4", "L8", "L9")
+    def test_layouts_that_ids_tell(self):
+        """By hand, from the ids that the cases have."""
+        for name, ids, real, physical in (
+            ("from-position-ids-one-token", [0, 0, 0, 1, 0], [0, 1, 2, 4, 5], [0, 1, 2, 4, 5]),
+            ("from-position-ids-no-rows", [], [0], [0]),
+            ("from-segment-ids-padding", [1, 1, 0, 2, 2, 2, 0, 0], [0, 2, 5], [0, 3, 8]),
+            ("from-segment-ids-padding-first", [0, 0, 5, 5, 7], [0, 0, 2, 3], [0, 2, 4, 5]),
+            ("from-segment-ids-minus-one", [0, 0, -1, 1, 1, 1, -1], [0, 2, 5], [0, 3, 7]),
+            ("from-segment-ids-no-padding-id", [0, 0, 1, 1, 1, 2], [0, 2, 5, 6], [0, 2, 5, 6]),
+            ("from-segment-ids-all-padding", [0, 0, 0, 0], [0, 0], [0, 4]),
+        ):
+            assert BY_ID[name].inputs["ids"] == ids
+            found = witness.expected(BY_ID[name])
+            assert found["cu_seqlens"].tolist() == real
+            assert found["cu_seqlens_padded"].tolist() == physical
+            assert found["total_tokens"] == len(ids)
+
     @pytest.mark.clause("V4", "R3", "R4")
     def test_integers_of_the_worked_examples(self):
         """By hand: DESIGN of documents 5 and 7 on four ranks, and of 6 of 8 rows and 4 on two."""
@@ -282,7 +300,7 @@ class TestRefusesToWrite:
             generate.check_kills(generate.make(SOME[:2]))
 
     @pytest.mark.clause("V4")
-    @pytest.mark.parametrize("code", ["L2", "L3", "L4", "P6", "R7", "K3"])
+    @pytest.mark.parametrize("code", ["L2", "L3", "L4", "L8", "L9", "P6", "R7", "K3", "A8"])
     def test_the_witness_knows_faults_from_the_spec(self, code):
         asked = [case for case in CASES if case.operation == "refuse" and code in case.clauses]
         assert asked

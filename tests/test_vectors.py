@@ -114,7 +114,7 @@ class TestShipped:
     def test_zeros_are_right_nowhere(self, shipped):
         """A backend of zeros fails every question about attention."""
         for vector in shipped:
-            if "attention" in vector.case.features or "context_parallel" in vector.case.features:
+            if vector.case.operation.startswith(("attention", "context_parallel", "merge")):
                 assert any((x != 0).any() for x in vector.expected.arrays.values()), vector.case.id
 
     @pytest.mark.clause("V3")
@@ -368,6 +368,10 @@ GOOD = {
     "integers": "metadata-packed-contiguous-cp4-spec",
     "mask": "mask-window",
     "refusal": "refuse-not-divisible-truncated",
+    "position ids": "from-position-ids-plain",
+    "segment ids": "from-segment-ids-padding",
+    "refused ids": "refuse-segment-ids-return",
+    "refused tensors": "refuse-heads-no-multiple",
 }
 
 CHANGES = {
@@ -432,6 +436,21 @@ CHANGES = {
     "argument": ("refusal", lambda v: v["inputs"].update(x=1)),
     "missing argument": ("refusal", lambda v: v["inputs"].pop("cp_rank")),
     "offsets of a refusal": ("refusal", lambda v: v["inputs"].update(cu_seqlens=7)),
+    "negative position id": ("position ids", lambda v: v["inputs"].update(ids=[0, -1])),
+    "layout beside ids": ("position ids", lambda v: v["inputs"].update(total_tokens=3)),
+    "padding id of positions": ("position ids", lambda v: v["inputs"].update(padding_id=0)),
+    "padding id as text": ("segment ids", lambda v: v["inputs"].update(padding_id="0")),
+    "padding id as bool": ("segment ids", lambda v: v["inputs"].update(padding_id=True)),
+    "huge padding id": ("segment ids", lambda v: v["inputs"].update(padding_id=2**31)),
+    "segment id as float": ("segment ids", lambda v: v["inputs"].update(ids=[1, 1.5])),
+    "no padding id": ("segment ids", lambda v: v["inputs"].pop("padding_id")),
+    "ids of a refusal": ("refused ids", lambda v: v["inputs"].update(ids=3)),
+    "huge shape of a refusal": ("refused tensors", lambda v: v["inputs"]["shapes"].update(q=[10**9, 1, 1])),
+    "shape of five axes": ("refused tensors", lambda v: v["inputs"]["shapes"].update(q=[1] * 5)),
+    "shape of what is none": ("refused tensors", lambda v: v["inputs"]["shapes"].update(dout=[1])),
+    "shapes as a list": ("refused tensors", lambda v: v["inputs"].update(shapes=[[1]] * 3)),
+    "dtype of a refusal": ("refused tensors", lambda v: v["inputs"]["dtypes"].update(q="object")),
+    "missing dtype": ("refused tensors", lambda v: v["inputs"]["dtypes"].pop("v")),
 }
 
 DEEPER = {

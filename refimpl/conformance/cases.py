@@ -9,6 +9,9 @@ attention step of it in `.RANK.STEP`, both counted from 0.
     operation                 inputs beside the layout                  answer
     positions                                                           positions, document_ids  int [T]
     labels                    ids [T]                                   labels  int [T]
+    from_position_ids         ids [T] (no layout)                       cu_seqlens, cu_seqlens_padded  int [n + 1];
+                                                                        total_tokens  int
+    from_segment_ids          ids [T], padding_id (no layout)           the same
     partition                 policy, cp_size                           indices.R  int [T/cp]
     unpartition               policy, cp_size, x.R                      x [T, ...]
     metadata                  policy, cp_size, mask                     cu_seqlens_q.R.S, cu_seqlens_q_padded.R.S,
@@ -44,6 +47,8 @@ Array = NDArray[Any]
 OPERATIONS = (
     "positions",
     "labels",
+    "from_position_ids",
+    "from_segment_ids",
     "partition",
     "unpartition",
     "metadata",
@@ -63,6 +68,8 @@ PER_RANK = ("partition", "metadata", "needed_rows", "context_parallel_forward", 
 FEATURES = {
     "positions": "position and document ids",
     "labels": "next-token labels",
+    "from_position_ids": "offsets from position ids",
+    "from_segment_ids": "offsets from segment ids",
     "partition": "the row indices of each rank",
     "unpartition": "putting shards back into sequence order",
     "metadata": "offsets for kernels",

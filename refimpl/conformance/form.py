@@ -43,6 +43,8 @@ RANKS = ("policy", "cp_size")
 INPUTS = {
     "positions": LAYOUT,
     "labels": (*LAYOUT, "ids"),
+    "from_position_ids": ("ids",),
+    "from_segment_ids": ("ids", "padding_id"),
     "partition": (*LAYOUT, *RANKS),
     "unpartition": (*LAYOUT, *RANKS),
     "metadata": (*LAYOUT, *RANKS, *MASK),
@@ -61,12 +63,19 @@ REFUSED_INPUTS = {
     "layout": (*LAYOUT, "call"),
     "partition": (*LAYOUT, "call", *RANKS, "cp_rank"),
     "metadata": (*LAYOUT, "call", *RANKS, "cp_rank", *MASK),
+    "from_position_ids": ("call", "ids"),
+    "from_segment_ids": ("call", "ids", "padding_id"),
+    "attention": (*LAYOUT, "call", *MASK, "softmax_scale", "shapes", "dtypes"),
 }
 
+REFUSED_DTYPES = ("float64", "float32", "float16", "int32", "int64", "bool")
+"""The dtypes of tensors in a request that is to be refused."""
 
 ANSWERS = {
     "positions": {"positions", "document_ids"},
     "labels": {"labels"},
+    "from_position_ids": set(LAYOUT),
+    "from_segment_ids": set(LAYOUT),
     "partition": {"indices"},
     "unpartition": {"x"},
     "metadata": {
@@ -210,7 +219,9 @@ def _check_inputs(operation: str, inputs: Any, check: Checker) -> None:
     for name in INPUTS[operation]:
         if name.startswith("cu_seqlens") or name == "ids":
             for value in as_list(inputs[name], f"inputs: {name}", check):
-                check.integer(value, f"inputs: {name}", 0, 2**31 - 1)
+                check.integer(value, f"inputs: {name}", -(2**31) if "padding_id" in inputs else 0, 2**31 - 1)
+    if inputs.get("padding_id") is not None:
+        check.integer(inputs["padding_id"], "inputs: padding_id", -(2**31), 2**31 - 1)
     if "total_tokens" in inputs:
         check.integer(inputs["total_tokens"], "inputs: total_tokens", 0, MAX_ROWS)
     if "policy" in inputs:
@@ -238,8 +249,18 @@ def _check_refused_inputs(inputs: Any, check: Checker) -> None:
     """The values of a must-refuse case are wrong on purpose: only their names and sizes are checked."""
     check.that(isinstance(inputs, dict) and inputs.get("call") in list(REFUSED_INPUTS), "inputs: call: unknown")
     check.keys(inputs, REFUSED_INPUTS[inputs["call"]], "inputs")
-    for name in ("cu_seqlens", "cu_seqlens_padded"):
-        as_list(inputs[name], f"inputs: {name}", check)
+    for name in ("cu_seqlens", "cu_seqlens_padded", "ids"):
+        if name in inputs:
+            as_list(inputs[name], f"inputs: {name}", check)
+    if inputs["call"] == "attention":
+        for name in ("shapes", "dtypes"):
+            check.keys(inputs[name], ("q", "k", "v"), f"inputs: {name}")
+        for name, shape in inputs["shapes"].items():
+            check.that(len(as_list(shape, f"inputs: shapes: {name}", check)) <= 4, f"inputs: shapes: {name}: too long")
+            for size in shape:
+                check.integer(size, f"inputs: shapes: {name}", 0, 64)
+            is_known = inputs["dtypes"][name] in REFUSED_DTYPES
+            check.that(is_known, f"inputs: dtypes: {name}: expected one of {', '.join(REFUSED_DTYPES)}")
 
 
 def _is_number(value: Any) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from refimpl.attention import check_attention_inputs
 from refimpl.conformance.cases import Case
 from refimpl.errors import SpecError
 from refimpl.layout import IntArray, PackedLayout
@@ -123,6 +124,9 @@ class Implementation:
     document_ids: Callable[[PackedLayout], IntArray] = lambda layout: layout.document_ids
     positions: Callable[[PackedLayout], IntArray] = position_ids
     labels: Callable[[Array, PackedLayout], Array] = next_token_labels
+    from_position_ids: Callable[[Sequence[int]], PackedLayout] = PackedLayout.from_position_ids
+    from_segment_ids: Callable[[Sequence[int], int | None], PackedLayout] = PackedLayout.from_segment_ids
+    check_tensors: Callable[..., float] = check_attention_inputs
     indices: Callable[[PackedLayout, Policy, int, int], IntArray] = partition_indices
     unpartition: Callable[[Sequence[Array], PackedLayout, Policy], Array] = unpartition
     rank_metadata: Callable[[PackedLayout, Policy, int, int, AttentionMask], RankMetadata] = rank_metadata
@@ -191,6 +195,10 @@ def _answer(case: Case, at: At) -> dict[str, Array]:
             return _finished(dict(zip(("out", "lse"), by.merge(*_parts(case)), strict=True)), case, by)
         case "step_mask":
             return _step_mask(case, by)
+        case "from_position_ids":
+            return _offsets(by.from_position_ids(case.inputs["ids"]))
+        case "from_segment_ids":
+            return _offsets(by.from_segment_ids(case.inputs["ids"], case.inputs["padding_id"]))
         case "refuse":
             return _refuse(case, by)
     layout = _layout(case, by)
@@ -255,6 +263,10 @@ def _layout(case: Case, by: Implementation) -> PackedLayout:
         return case.layout  # the same object every time, so that what was made of it is found again at once
     inputs = case.inputs
     return by.make_layout(inputs["cu_seqlens"], inputs.get("cu_seqlens_padded"), inputs.get("total_tokens"))
+
+
+def _offsets(layout: PackedLayout) -> dict[str, Array]:
+    return {name: np.asarray(getattr(layout, name)) for name in ("cu_seqlens", "cu_seqlens_padded", "total_tokens")}
 
 
 def _mask(case: Case, by: Implementation) -> AttentionMask:
@@ -409,8 +421,18 @@ def _context_parallel(case: Case, layout: PackedLayout, at: At, gradients: bool)
 def _refuse(case: Case, by: Implementation) -> dict[str, Array]:
     """Carry out `call` of a must-refuse case; what it returns, if it does not refuse, is of no interest."""
     inputs = case.inputs
+    match inputs["call"]:
+        case "from_position_ids":
+            by.from_position_ids(inputs["ids"])
+            return {}
+        case "from_segment_ids":
+            by.from_segment_ids(inputs["ids"], inputs["padding_id"])
+            return {}
     layout = _layout(case, by)
     match inputs["call"]:
+        case "attention":
+            q, k, v = (np.zeros(inputs["shapes"][name], inputs["dtypes"][name]) for name in ("q", "k", "v"))
+            by.check_tensors(q, k, v, layout.total_tokens, layout.total_tokens, inputs["softmax_scale"])
         case "partition":
             by.indices(layout, inputs["policy"], inputs["cp_size"], inputs.get("cp_rank", 0))
         case "metadata":

@@ -99,6 +99,31 @@ def _labels(case: Case) -> dict[str, Any]:
     return {"labels": labels}
 
 
+def _from_position_ids(case: Case) -> dict[str, Any]:
+    """A document for every 0, up to the next one. [L8]"""
+    ids = case.inputs["ids"]
+    starts = [row for row, position in enumerate(ids) if position == 0]
+    offsets = [*starts, len(ids)]
+    return {"cu_seqlens": offsets, "cu_seqlens_padded": offsets, "total_tokens": len(ids)}
+
+
+def _from_segment_ids(case: Case) -> dict[str, Any]:
+    """One row at a time: a token of the document before it, the first of a new one, or padding. [L9]"""
+    ids, padding = case.inputs["ids"], case.inputs["padding_id"]
+    real: list[int] = []
+    physical: list[int] = []
+    open_id = None
+    for segment in ids:
+        is_padding = padding is not None and segment == padding
+        if not real or (not is_padding and segment != open_id):
+            real, physical = [*real, 0], [*physical, 0]
+        if not is_padding:
+            real[-1] += 1
+            open_id = segment
+        physical[-1] += 1
+    return {"cu_seqlens": _sums(real), "cu_seqlens_padded": _sums(physical), "total_tokens": len(ids)}
+
+
 def _partition(case: Case) -> dict[str, Any]:
     return {f"indices.{r}": rows for r, rows in enumerate(held_by(case))}
 
@@ -279,6 +304,8 @@ def _merge(case: Case) -> dict[str, Any]:
 _ANSWERS: dict[str, Callable[[Case], dict[str, Any]]] = {
     "positions": _positions,
     "labels": _labels,
+    "from_position_ids": _from_position_ids,
+    "from_segment_ids": _from_segment_ids,
     "partition": _partition,
     "unpartition": _unpartition,
     "metadata": _metadata,
@@ -296,7 +323,39 @@ _ANSWERS: dict[str, Callable[[Case], dict[str, Any]]] = {
 
 def faults(case: Case) -> set[str]:
     """The code of everything that is wrong with a must-refuse case: one, or the case would have two right answers."""
-    return set(_offset_faults(case.inputs)) or set(_rank_faults(case.inputs))
+    inputs = case.inputs
+    if inputs["call"].startswith("from_"):
+        return set(_id_faults(inputs))
+    call_faults = _tensor_faults if inputs["call"] == "attention" else _rank_faults
+    return set(_offset_faults(inputs)) or set(call_faults(inputs))
+
+
+def _id_faults(inputs: dict[str, Any]) -> Iterator[str]:
+    """What is wrong with position ids, or with segment ids. [L8] [L9]"""
+    ids = inputs["ids"]
+    if inputs["call"] == "from_position_ids":
+        if any(own != 0 and own != before + 1 for before, own in zip([-1, *ids], ids, strict=False)):
+            yield "position_ids"
+        return
+    runs = [own for before, own in zip([None, *ids], ids, strict=False) if own != before]
+    opened = [segment for segment in runs if inputs["padding_id"] is None or segment != inputs["padding_id"]]
+    if len(set(opened)) < len(opened):
+        yield "segment_ids"
+
+
+def _tensor_faults(inputs: dict[str, Any]) -> Iterator[str]:
+    """What is wrong with the tensors of attention on a good layout. [A8]"""
+    shapes = inputs["shapes"]
+    if not all(dtype.startswith("float") for dtype in inputs["dtypes"].values()):
+        yield "dtype"
+    if not all(len(shape) == 3 and min(shape[1:]) > 0 for shape in shapes.values()):
+        yield "shape"
+        return
+    (rows, heads, dim), (rows_k, heads_k, dim_k), (rows_v, heads_v, _) = (shapes[name] for name in ("q", "k", "v"))
+    if {rows, rows_k, rows_v} != {inputs["total_tokens"]} or dim != dim_k or heads_k != heads_v:
+        yield "shape"
+    elif heads % heads_k:
+        yield "heads"
 
 
 def _offset_faults(inputs: dict[str, Any]) -> Iterator[str]:

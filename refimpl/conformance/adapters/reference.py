@@ -53,6 +53,10 @@ def answer(case: Case, dtype: str) -> dict[str, Array]:
             return {"positions": position_ids(case.layout), "document_ids": case.layout.document_ids}
         case "labels":
             return {"labels": next_token_labels(np.asarray(case.inputs["ids"]), case.layout)}
+        case "from_position_ids":
+            return _layout_offsets(PackedLayout.from_position_ids(case.inputs["ids"]))
+        case "from_segment_ids":
+            return _layout_offsets(PackedLayout.from_segment_ids(case.inputs["ids"], case.inputs["padding_id"]))
         case "mask":
             ids, positions = case.layout.document_ids, case.layout.positions
             return {"visible": case.mask.visible(ids, positions, ids, positions)}
@@ -101,6 +105,10 @@ def _offsets(rank: int, metadata: RankMetadata) -> dict[str, Array]:
     }
 
 
+def _layout_offsets(layout: PackedLayout) -> dict[str, Array]:
+    return {name: np.asarray(getattr(layout, name)) for name in ("cu_seqlens", "cu_seqlens_padded", "total_tokens")}
+
+
 def _rows_of(ranges: Array) -> Array:
     return np.concatenate([np.zeros(0, np.int64), *(np.arange(first, last) for first, last in ranges)])
 
@@ -147,8 +155,18 @@ def _context_parallel(case: Case, tensors: dict[str, Array], scale: float | None
 def _refuse(case: Case) -> dict[str, Array]:
     """Make the call that must be refused; returning from it is the wrong answer."""
     inputs = case.inputs
+    match inputs["call"]:
+        case "from_position_ids":
+            PackedLayout.from_position_ids(inputs["ids"])
+            return {}
+        case "from_segment_ids":
+            PackedLayout.from_segment_ids(inputs["ids"], inputs["padding_id"])
+            return {}
     layout = PackedLayout(inputs["cu_seqlens"], inputs.get("cu_seqlens_padded"), inputs.get("total_tokens"))
     match inputs["call"]:
+        case "attention":
+            q, k, v = (np.zeros(inputs["shapes"][name], inputs["dtypes"][name]) for name in ("q", "k", "v"))
+            attention.attention_forward(q, k, v, layout, case.mask, inputs["softmax_scale"])
         case "layout":
             pass
         case "partition":

@@ -10,6 +10,7 @@ that.
 from refimpl.conformance.cases import Case
 from refimpl.conformance.catalogue.attention import attention_cases, merge_cases
 from refimpl.conformance.catalogue.integers import (
+    ids_cases,
     labels_cases,
     mask_cases,
     metadata_cases,
@@ -20,11 +21,17 @@ from refimpl.conformance.catalogue.integers import (
     unpartition_cases,
 )
 from refimpl.conformance.catalogue.ranks import contiguous_cases, zigzag_cases
-from refimpl.conformance.catalogue.refusals import refuse_layout_cases, refuse_rank_cases
+from refimpl.conformance.catalogue.refusals import (
+    refuse_ids_cases,
+    refuse_layout_cases,
+    refuse_rank_cases,
+    refuse_tensor_cases,
+)
 
 GROUPS = (
     positions_cases,
     labels_cases,
+    ids_cases,
     partition_cases,
     unpartition_cases,
     metadata_cases,
@@ -36,7 +43,9 @@ GROUPS = (
     contiguous_cases,
     zigzag_cases,
     refuse_layout_cases,
+    refuse_ids_cases,
     refuse_rank_cases,
+    refuse_tensor_cases,
 )
 
 CASES: tuple[Case, ...] = tuple(case for group in GROUPS for case in group())

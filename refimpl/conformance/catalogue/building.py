@@ -109,6 +109,18 @@ def labels(name: str, layout: Inputs, *, why: str) -> Case:
     return make(f"labels-{name}", "labels", why, "L7 P10", {**layout, "ids": ids}, ["labels"])
 
 
+def from_position_ids(name: str, ids: list[int], *, why: str) -> Case:
+    """The documents that position ids tell."""
+    return make(f"from-position-ids-{name}", "from_position_ids", why, "L8", {"ids": ids}, ["from_position_ids"])
+
+
+def from_segment_ids(name: str, ids: list[int], padding_id: int | None, *, why: str) -> Case:
+    """The documents and the padding that segment ids tell."""
+    features = ["from_segment_ids", *(["padding"] if padding_id in ids else [])]
+    inputs = {"ids": ids, "padding_id": padding_id}
+    return make(f"from-segment-ids-{name}", "from_segment_ids", why, "L9", inputs, features)
+
+
 def partition(name: str, policy: str, cp_size: int, layout: Inputs, clauses: str, *, why: str) -> Case:
     """The rows of every rank."""
     inputs = {**layout, "policy": policy, "cp_size": cp_size}
@@ -343,6 +355,23 @@ def refuse(name: str, layout: Inputs, clauses: str, call: str = "layout", *, why
     has = {"refuse", call, inputs.get("policy"), "large_offsets" if layout["total_tokens"] > 2**16 else ""}
     features = tuple(feature for feature in FEATURES if feature in has)
     return Case(f"refuse-{name}", "refuse", why, tuple(clauses.split()), features, inputs)
+
+
+def refuse_ids(name: str, clauses: str, ids: list[int], *, why: str, **padding: int | None) -> Case:
+    """Ids that are no layout: segment ids if `padding_id` is given, else position ids."""
+    call = "from_segment_ids" if padding else "from_position_ids"
+    inputs = {"call": call, "ids": ids, **padding}
+    return make(f"refuse-{name}", "refuse", why, clauses, inputs, ["refuse", call])
+
+
+def refuse_tensors(
+    name: str, *shapes: Sequence[int], dtypes: Sequence[str] = ("float32",) * 3, why: str, rows: int = 8
+) -> Case:
+    """q, k and v of these shapes and dtypes, on a good layout of two documents."""
+    inputs = {**packed(rows - 3, 3), "call": "attention", "causal": True, "window": list(NO_WINDOW)}
+    inputs |= {"softmax_scale": None, "shapes": dict(zip("qkv", map(list, shapes), strict=True))}
+    inputs |= {"dtypes": dict(zip("qkv", dtypes, strict=True))}
+    return make(f"refuse-{name}", "refuse", why, "A8", inputs, ["refuse", "attention"])
 
 
 def _dashed(name: str) -> str:

@@ -17,6 +17,8 @@ from refimpl.conformance.catalogue.building import (
     REPEATED_TAIL,
     UNEVEN,
     ZERO_LENGTH,
+    from_position_ids,
+    from_segment_ids,
     labels,
     mask,
     metadata,
@@ -69,6 +71,34 @@ def labels_cases() -> Iterator[Case]:
         why="A tail of repeated offsets changes no label.")
     yield labels("all-padding", ALL_PADDING,
         why="Padding alone has no label.")
+
+
+def ids_cases() -> Iterator[Case]:
+    """Ids of rows read as a layout."""
+    yield from_position_ids("plain", [0, 1, 2, 0, 1, 0, 1, 2, 3],
+        why="Every 0 opens a document, which goes on to the next 0.")
+    yield from_position_ids("one-document", [0, 1, 2, 3, 4, 5],
+        why="Ids that never restart are one document.")
+    yield from_position_ids("one-token", [0, 0, 0, 1, 0],
+        why="A 0 behind a 0 opens a document too: where only a fall counts, documents of one token vanish.")
+    yield from_position_ids("zeros-behind", [0, 1, 2, 0, 0, 0],
+        why="verl writes 0 into padding: read alone, such ids are documents of one token, which no other one sees.")
+    yield from_position_ids("no-rows", [],
+        why="No rows are no documents.")
+    yield from_segment_ids("plain", [1, 1, 1, 2, 2, 3], 0,
+        why="Every run of one id is a document.")
+    yield from_segment_ids("padding", [1, 1, 0, 2, 2, 2, 0, 0], 0,
+        why="0 is padding in TE-JAX: a run of it belongs to the document before, and is none of its tokens.")
+    yield from_segment_ids("minus-one", [0, 0, -1, 1, 1, 1, -1], -1,
+        why="Where -1 marks padding, 0 is a document like any other.")
+    yield from_segment_ids("padding-first", [0, 0, 5, 5, 7], 0,
+        why="Padding ahead of the first document belongs to one of no tokens, or all rows would move.")
+    yield from_segment_ids("not-ascending", [7, 7, 2, 9, 9, 9, 4], 0,
+        why="Ids need not ascend or follow each other: they are names.")
+    yield from_segment_ids("no-padding-id", [0, 0, 1, 1, 1, 2], None,
+        why="Without a padding id every id is a document, 0 included.")
+    yield from_segment_ids("all-padding", [0, 0, 0, 0], 0,
+        why="Padding alone is the padding of one document without tokens.")
 
 
 def partition_cases() -> Iterator[Case]:

@@ -8,6 +8,8 @@ from refimpl.conformance.catalogue.building import (
     PDCS,
     offsets,
     refuse,
+    refuse_ids,
+    refuse_tensors,
 )
 
 # fmt: off
@@ -48,6 +50,46 @@ def refuse_layout_cases() -> Iterator[Case]:
         why="A buffer shorter than its documents: cut to a multiple of cp, for instance.")
     yield refuse("total-tokens-fraction", offsets([0, 4], rows=6.5), "L4",
         why="A capacity that is no integer.")
+
+
+def refuse_ids_cases() -> Iterator[Case]:
+    """Ids that are no layout."""
+    yield refuse_ids("position-ids-of-a-rank", "L8", [1024, 1025, 0, 1],
+        why="The ids of one rank, read as offsets in prime-rl#2392: its first document began on another.")
+    yield refuse_ids("position-ids-gap", "L8", [0, 1, 3, 4],
+        why="A position is left out: tokens are missing, or documents joined.")
+    yield refuse_ids("position-ids-standstill", "L8", [0, 1, 1, 2],
+        why="The same position twice in a document.")
+    yield refuse_ids("position-ids-negative", "L8", [0, 1, -1, -1],
+        why="-1 marks padding, and positions have no mark for it.")
+    yield refuse_ids("segment-ids-return", "L9", [1, 1, 2, 1], padding_id=0,
+        why="Rows 0, 1 and 3 would be one document to whoever compares ids, and two to whoever compares neighbours.")
+    yield refuse_ids("segment-ids-return-after-padding", "L9", [3, 3, 0, 3], padding_id=0,
+        why="A document that goes on behind its padding.")
+
+
+def refuse_tensor_cases() -> Iterator[Case]:
+    """Tensors that are none of attention's; their numbers do not matter."""
+    yield refuse_tensors("heads-no-multiple", (8, 4, 4), (8, 3, 4), (8, 3, 4),
+        why="Four query heads on three: 4 // 3 is 1, and head 3 would read a K/V head that is not there.")
+    yield refuse_tensors("heads-fewer-queries", (8, 2, 4), (8, 4, 4), (8, 4, 4),
+        why="More K/V heads than query heads.")
+    yield refuse_tensors("shape-rows", (6, 2, 4), (6, 2, 4), (6, 2, 4),
+        why="Six rows in a layout of eight: a shard, where the buffer is asked for.")
+    yield refuse_tensors("shape-rows-of-keys", (8, 2, 4), (16, 2, 4), (16, 2, 4),
+        why="Keys of another buffer than the queries'.")
+    yield refuse_tensors("shape-batch-axis", (1, 8, 2, 4), (1, 8, 2, 4), (1, 8, 2, 4),
+        why="A batch axis: packed documents have none.")
+    yield refuse_tensors("shape-flat-heads", (8, 8), (8, 8), (8, 8),
+        why="Heads and their dimensions in one axis do not tell how many heads there are.")
+    yield refuse_tensors("shape-head-dims", (8, 2, 4), (8, 2, 6), (8, 2, 4),
+        why="Queries and keys of different head dimensions have no product; values may differ, keys may not.")
+    yield refuse_tensors("shape-kv-heads", (8, 4, 4), (8, 2, 4), (8, 1, 4),
+        why="Keys and values of different numbers of heads.")
+    yield refuse_tensors("dtype-integers", (8, 2, 4), (8, 2, 4), (8, 2, 4), dtypes=("int32", "int32", "int32"),
+        why="Token ids in place of what they stand for.")
+    yield refuse_tensors("dtype-one-of-three", (8, 2, 4), (8, 2, 4), (8, 2, 4), dtypes=("float32", "float32", "int64"),
+        why="Values are checked like queries.")
 
 
 def refuse_rank_cases() -> Iterator[Case]:
