@@ -4,17 +4,19 @@ Defines `attention_forward`, `attention_backward`, `varlen_attention_forward` an
 its results it needs copies of one K/V head of one document, and tiles of scores, for every worker.
 
 **Forward: online softmax** (Milakov & Gimelshein 2018; Rabe & Staats 2021; Dao et al. 2022, FlashAttention). A block of
-queries walks over tiles of keys. Every query carries a reference score r and two sums over the keys so far:
+queries walks over tiles of keys. Scores s are in base 2: the keys carry scale * log2(e), because powers of 2 are the
+cheaper ones. Every query carries a reference score r and two sums over the keys so far:
 
-    l = sum_j exp(s_j - r)        acc = sum_j exp(s_j - r) v_j        so that out = acc / l and lse = r + log l
+    l = sum_j 2^(s_j - r)        acc = sum_j 2^(s_j - r) v_j        so that out = acc / l and lse = (r + log2 l) log(2)
 
-r is the largest score of the query's first tile. Where a later tile passes it by more than HEADROOM, r becomes the
-largest score there, and both sums are scaled by exp(r_old - r). So no exponential overflows, and none is smaller than
-with the true maximum. (FlashAttention rescales at every new maximum; FlashAttention-4 seldom, as here.) Subtracting r
-costs nothing: it rides along in the matrix product, as a column of the queries that holds -r and one of the keys, 1.
+No score of a query passes |q| max_j |k_j| (Cauchy-Schwarz). Where that is at most CALM, r is 0, and no maximum is ever
+looked for. Otherwise r is the largest score of the query's first tile; where a later tile passes it by more than
+HEADROOM, r becomes the largest score there, and both sums are scaled by 2^(r_old - r). So no power overflows.
+(FlashAttention rescales at every new maximum; FlashAttention-4 seldom, as here.) Subtracting r costs nothing: it rides
+along in the matrix product, as a column of the queries that holds -r and one of the keys, 1.
 
 **Backward: recomputation** (Dao et al. 2023, FlashAttention-2, algorithm 2). Probabilities are not stored but computed
-again, tile by tile, from the saved lse: p = exp(s - lse). The formulas are those of `attention`.
+again, tile by tile, from the saved lse: p = exp(s - lse), in base 2 too. The formulas are those of `attention`.
 
 **Tiles.** The keys that a query sees are neighbours, `[first, last)`, and neither bound falls from one query to the
 next. So it is known beforehand which queries of a block see any key of a tile, and which see all. Tiles are wide where
@@ -23,35 +25,44 @@ only those that the edge crosses are masked.
 
 **Groups and batches.** The query heads that read one K/V head are rows of one matrix product, in the order of q itself:
 row `query * group + head`. Documents of one shape, and the K/V heads of a short document, form a batch: one NumPy call,
-but a matrix product each, so that none touches another's numbers.
+but a matrix product each, so that none touches another's numbers. Under a causal mask a document's last rows hide
+nothing from its others, so short documents count as one shape if they are filled up to one multiple of FILL rows.
 """
 
-import os
-import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from itertools import pairwise
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from refimpl.attention import Array, check_attention_inputs, check_backward_inputs, step_rows_needed
 from refimpl.layout import IntArray, PackedLayout, checked_int
 from refimpl.mask import AttentionMask
 from refimpl.metadata import StepMetadata
+from refimpl.threads import default_workers, run_on_threads
 
 TILE_ROWS = 1024
 """Rows of scores at a time: queries of a block times heads of a group, or of all documents in a batch."""
 TILE_KEYS = 384
 """Keys of a tile that no edge of the mask crosses."""
-EDGE_KEYS = 64
+EDGE_KEYS = 128
 """Keys of a tile that an edge may cross: few, because what the edge hides is computed in vain."""
-HEADROOM = 8.0
-"""How far scores may pass the reference: exp(8) is 3000, and float32 holds sums of 10**30 such terms."""
+BATCH_SIZE = 2 * TILE_ROWS * TILE_KEYS
+"""Scores of a batch of short documents."""
+FILL = 8
+"""Documents longer than this, if short, are filled up with rows of zeros to a multiple of it."""
+SHORT = 256
+"""Queries of a document that counts as short."""
+HEADROOM = 12.0
+"""How far scores may pass the reference: 2^12 is 4096, and float32 holds sums of 10**34 such terms."""
+CALM = 30.0
+"""Scores that need no reference: float32 holds 10**29 terms of 2^30, and keeps the digits of values down to 10**-29."""
+LOG2_E = float(np.log2(np.e))
 
 
 def attention_forward(
@@ -184,26 +195,18 @@ def varlen_attention_backward(
     return gradients
 
 
-def default_workers() -> int:
-    """OMP_NUM_THREADS if that is a positive number, else the CPUs that this process may use."""
-    wanted = os.environ.get("OMP_NUM_THREADS", "")
-    if wanted.isdecimal() and int(wanted) > 0:
-        return int(wanted)
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 @dataclass(frozen=True, eq=False)
 class _Task:
     """Documents of one shape, and some K/V heads of them: what one worker computes without asking others.
 
-    `q_starts`, `k_starts` [n] are the rows of each document's first query and first key. Query i of a document sees its
-    keys `[first[i], last[i])`, at least one.
+    `q_starts`, `k_starts` [n] are the rows of each document's first query and first key, `q_counts`, `k_counts` [n] how
+    many there are of them; zeros fill them up. Query i of a document sees its keys `[first[i], last[i])`, at least one.
     """
 
     q_starts: IntArray
+    q_counts: IntArray
     k_starts: IntArray
+    k_counts: IntArray
     heads: slice
     first: IntArray
     last: IntArray
@@ -218,12 +221,16 @@ class _Task:
         """Keys of each document that any query sees."""
         return int(self.last[-1])
 
+    def rows(self, block: slice) -> tuple[IntArray, IntArray]:
+        """Where the block's queries start in each document, and how many of them it has; the row is its own if none."""
+        starts = self.q_starts + np.minimum(block.start, self.q_counts - 1)
+        return starts, np.clip(self.q_counts - block.start, 0, block.stop - block.start)
+
 
 def _tasks(step: StepMetadata, mask: AttentionMask, kv_heads: int, group: int) -> list[_Task]:
     """A whole step, as tasks that share no row of a result; the largest first, so that none is left for the end."""
     shapes = defaultdict(list)
-    lengths = (step.seqlens_q, step.seqlens_kv, step.first_query_positions)
-    for d, shape in enumerate(zip(*(x.tolist() for x in lengths), strict=True)):
+    for d, shape in enumerate(zip(*(x.tolist() for x in _shapes(step, mask)), strict=True)):
         shapes[shape].append(d)
     tasks = []
     for (num_q, num_k, first_query), documents in shapes.items():
@@ -233,45 +240,80 @@ def _tasks(step: StepMetadata, mask: AttentionMask, kv_heads: int, group: int) -
         if len(sees) == 0:
             continue
         first, last = first[sees], last[sees]
+        q_counts = np.minimum(step.seqlens_q[documents] - sees[0], len(sees))
         q_starts = step.cu_seqlens_q_padded[documents].astype(np.int64) + sees[0]
+        k_counts = np.minimum(step.seqlens_kv[documents], last[-1]) - first[0]
         k_starts = step.cu_seqlens_kv_padded[documents].astype(np.int64) + first[0]
         first, last = first - first[0], last - first[0]
-        fit = max(1, TILE_ROWS // max(group * len(first), int(last[-1])))
+        fit = max(1, BATCH_SIZE // (group * len(first) * max(int(last[-1]), EDGE_KEYS)))
         heads = min(fit, kv_heads)
         for n in range(0, len(documents), fit // heads):
-            members = slice(n, n + fit // heads)
-            for h in range(0, kv_heads, heads):
-                some = slice(h, min(h + heads, kv_heads))
-                tasks.append(_Task(q_starts[members], k_starts[members], some, first, last))
+            some = slice(n, n + fit // heads)
+            ranges = q_starts[some], q_counts[some], k_starts[some], k_counts[some]
+            some_heads = (slice(h, min(h + heads, kv_heads)) for h in range(0, kv_heads, heads))
+            tasks += [_Task(*ranges, of_heads, first, last) for of_heads in some_heads]
     return sorted(tasks, key=lambda task: -task.batch * int((task.last - task.first).sum()))
 
 
-@dataclass(frozen=True, slots=True)
-class _Tile:
+def _shapes(step: StepMetadata, mask: AttentionMask) -> tuple[IntArray, IntArray, IntArray]:
+    """Queries, keys, and the position of the first query of every document, short ones filled up where that is right.
+
+    It is where a query sees no key behind itself: then rows behind the last one change nothing for those before.
+    """
+    num_q, num_k, first_query = step.seqlens_q, step.seqlens_kv, step.first_query_positions
+    behind = first_query + num_q
+    fills = (num_q > FILL) & (num_q <= SHORT) & (behind > 0) & (behind <= num_k) & (mask.right == 0)
+    extra = np.where(fills, -num_q % FILL, 0)
+    return num_q + extra, num_k + extra, first_query
+
+
+class _Tile(NamedTuple):
     """Some keys, and the queries of a block that see any of them.
 
-    `last` cuts the keys short for the queries `[queries.start, ahead)`, `first` for `[behind, queries.stop)`.
+    `hidden` bool [cut, 1, keys] says which keys the queries `cut` do not see; all others see all. None: all see all.
     """
 
     keys: slice
     queries: slice
-    ahead: int
-    behind: int
+    cut: slice
+    hidden: NDArray[np.bool_] | None
 
 
-def _tiles(first: IntArray, last: IntArray) -> Iterator[_Tile]:
+def _tiles(first: IntArray, last: IntArray) -> list[_Tile]:
     """The tiles of a block of queries that see the keys `[first[i], last[i])`, keys ascending."""
     start, stop = int(first[0]), int(last[-1])
     inner, outer = int(first[-1]), int(last[0])  # every query sees every key between
     if inner >= outer:
         inner = outer = stop
-    edges = *range(start, inner, EDGE_KEYS), *range(inner, outer, TILE_KEYS), *range(outer, stop, EDGE_KEYS), stop
-    begins, ends = edges[:-1], edges[1:]
-    bounds = last.searchsorted(begins, "right"), first.searchsorted(ends, "left"), last.searchsorted(ends, "left")
-    for keys, *queries, ahead, behind in zip(
-        pairwise(edges), *(x.tolist() for x in (*bounds, first.searchsorted(begins, "right"))), strict=True
-    ):
-        yield _Tile(slice(*keys), slice(*queries), ahead, behind)
+    everyone, nobody = slice(0, len(first)), slice(0, 0)
+    tiles = []
+    for begin, end in (start, inner), (outer, stop):
+        if begin < end:
+            seen = (np.clip(x - begin, 0, end - begin) for x in (first, last))
+            edge = _edge_tiles(*(x.tobytes() for x in seen), EDGE_KEYS)
+            tiles += [tile._replace(keys=slice(begin + tile.keys.start, begin + tile.keys.stop)) for tile in edge]
+        if end == inner:
+            whole = pairwise([*range(inner, outer, TILE_KEYS), outer])
+            tiles += [_Tile(slice(*keys), everyone, nobody, None) for keys in whole]
+    return tiles
+
+
+@lru_cache(maxsize=128)
+def _edge_tiles(first: bytes, last: bytes, width: int) -> tuple[_Tile, ...]:
+    """The tiles of keys that not every query of a block sees, as int64 in bytes; blocks of one shape share them."""
+    starts, stops = np.frombuffer(first, np.int64), np.frombuffer(last, np.int64)
+    count = int(stops[-1])
+    keys = np.arange(count)
+    hidden = (keys < starts[:, None]) | (keys >= stops[:, None])
+    tiles = []
+    for begin in range(0, count, width):
+        end = min(begin + width, count)
+        queries = slice(int(stops.searchsorted(begin, "right")), int(starts.searchsorted(end)))
+        of_tile = hidden[queries, begin:end]
+        cut = np.flatnonzero(of_tile.any(axis=1))
+        between = slice(int(cut[0]), int(cut[-1]) + 1) if len(cut) else slice(0, 0)
+        tiles.append(_Tile(slice(begin, end), queries, between, of_tile[between, None].copy()))
+    return tuple(tiles)
 
 
 class _Scratch:
@@ -295,32 +337,38 @@ def _forward_task(
     """out and lse of one task; all arrays are [rows, Hkv, group, D], D = 1 for lse. [A3] [A5]"""
     batch, group, dim, dim_v = task.batch, q.shape[2], k.shape[3], v.shape[3]
     keys, values = _gather_keys(task, scale, scratch, k, v)
+    longest_key = _squares(keys[:, :, :dim]).max(axis=1, keepdims=True)
     for block in _blocks(task, group):
         first, last = task.first[block], task.last[block]
-        num_q = len(first)
-        starts = task.q_starts + block.start
-        queries = _gather(q, starts, num_q, task.heads, scratch("q", batch, num_q * group, dim + 1))
+        rows = task.rows(block)
+        num_rows = len(first) * group
+        queries = _gather(q, *rows, task.heads, scratch("q", batch, num_rows, dim + 1))
         minus_r = queries[:, :, dim:]
         minus_r.fill(0)
-        sums = scratch("sums", batch, num_q * group, dim_v + 1)  # acc, and l in the last column
+        sums = scratch("sums", batch, num_rows, dim_v + 1)  # acc, and l in the last column
         sums.fill(0)
-        begun = 0
+        is_calm = _squares(queries[:, :, :dim]) * longest_key <= CALM**2
+        all_calm, begun = bool(is_calm.all()), 0
         for tile in _tiles(first, last):
             at = slice(tile.queries.start * group, tile.queries.stop * group)
-            s = _scores(queries, keys, first, last, tile, scratch)
-            if at.stop > begun or not s.max() <= HEADROOM:
+            s = _scores(queries, keys, tile, group, scratch)
+            if not all_calm:
+                _hide(s, -np.inf, tile, group)
+            if not all_calm and (at.stop > begun or not s.max() <= HEADROOM):
                 rise = s.max(axis=2, keepdims=True)
                 of_begun = rise[:, : max(0, begun - at.start)]
                 of_begun[~(of_begun > HEADROOM)] = 0
+                rise[is_calm[:, at]] = 0
                 begun = at.stop
                 s -= rise
                 minus_r[:, at] -= rise
-                sums[:, at] *= np.exp(np.minimum(-rise, 0))  # a first r may be below 0; its sums are 0
-            np.exp(s, out=s)
+                sums[:, at] *= np.exp2(np.minimum(-rise, 0))  # a first r may be below 0; its sums are 0
+            np.exp2(s, out=s)
+            _hide(s, 0, tile, group)  # now too: powers of -inf are slow
             sums[:, at] += np.matmul(s, values[:, tile.keys], out=scratch("product", *s.shape[:2], dim_v + 1))
         acc, total = sums[:, :, :dim_v], sums[:, :, dim_v:]
-        _scatter(np.divide(acc, total, out=scratch("out", *acc.shape)), out, starts, task.heads)
-        _scatter(np.log(total) - minus_r, lse, starts, task.heads)
+        _scatter(np.divide(acc, total, out=scratch("out", *acc.shape)), out, *rows, task.heads)
+        _scatter((np.log2(total) - minus_r) / LOG2_E, lse, *rows, task.heads)
 
 
 def _backward_task(
@@ -345,16 +393,17 @@ def _backward_task(
     dvalues.fill(0)
     for block in _blocks(task, group):
         first, last = task.first[block], task.last[block]
-        num_q, rows = len(first), len(first) * group
-        starts = task.q_starts + block.start
-        queries = _gather(q, starts, num_q, task.heads, scratch("q", batch, rows, dim + 1))
-        logsum = _gather(lse, starts, num_q, task.heads, scratch("lse", batch, rows, 1))
+        rows = task.rows(block)
+        num_rows = len(first) * group
+        queries = _gather(q, *rows, task.heads, scratch("q", batch, num_rows, dim + 1))
+        logsum = _gather(lse, *rows, task.heads, scratch("lse", batch, num_rows, 1))
+        logsum *= LOG2_E
         np.negative(logsum, out=queries[:, :, dim:])
         # The same trick again: with -delta beside dout, and 1 beside the values, one product gives dp - delta.
-        douts = _gather(dout, starts, num_q, task.heads, scratch("dout", batch, rows, dim_v + 1))
-        outs = _gather(out, starts, num_q, task.heads, scratch("out", batch, rows, dim_v))
+        douts = _gather(dout, *rows, task.heads, scratch("dout", batch, num_rows, dim_v + 1))
+        outs = _gather(out, *rows, task.heads, scratch("out", batch, num_rows, dim_v))
         np.negative(np.vecdot(douts[:, :, :dim_v], outs), out=douts[:, :, dim_v])
-        dqueries = scratch("dq", batch, rows, dim)
+        dqueries = scratch("dq", batch, num_rows, dim)
         dqueries.fill(0)
         # Rounding an lse as large as this moves p by a factor of e or more. Let a score so close count as reached.
         # Such queries alone are treated so: a document changes no bit of another in its batch.
@@ -366,11 +415,12 @@ def _backward_task(
             logsum = np.where(is_coarse, logsum - 4 * rounding, 0)
         for tile in _tiles(first, last):
             at = slice(tile.queries.start * group, tile.queries.stop * group)
-            p = _scores(queries, keys, first, last, tile, scratch)
+            p = _scores(queries, keys, tile, group, scratch)
             if any_coarse:
                 p -= logsum[:, at]
                 np.minimum(p, 0, out=p, where=is_coarse[:, at])
-            np.exp(p, out=p)
+            np.exp2(p, out=p)
+            _hide(p, 0, tile, group)
             width = p.shape[2]
             dvalues[:, tile.keys] += np.matmul(
                 p.swapaxes(1, 2), douts[:, at, :dim_v], out=scratch("dv tile", batch, width, dim_v)
@@ -381,10 +431,11 @@ def _backward_task(
             dkeys[:, tile.keys] += np.matmul(
                 ds.swapaxes(1, 2), queries[:, at, :dim], out=scratch("dk tile", batch, width, dim)
             )
-        _scatter(dqueries, dq, starts, task.heads)  # scaled already: the keys carry the scale
+        dqueries /= LOG2_E  # the keys carry scale * log2(e)
+        _scatter(dqueries, dq, *rows, task.heads)
     dkeys *= scale
-    _scatter(dkeys, dk, task.k_starts, task.heads)
-    _scatter(dvalues, dv, task.k_starts, task.heads)
+    _scatter(dkeys, dk, task.k_starts, task.k_counts, task.heads)
+    _scatter(dvalues, dv, task.k_starts, task.k_counts, task.heads)
 
 
 def _blocks(task: _Task, group: int) -> Iterator[slice]:
@@ -394,21 +445,17 @@ def _blocks(task: _Task, group: int) -> Iterator[slice]:
         yield slice(i, min(i + size, len(task.first)))
 
 
-def _scores(queries: Array, keys: Array, first: IntArray, last: IntArray, tile: _Tile, scratch: _Scratch) -> Array:
-    """Scores [batch, rows, keys] of a tile, -inf where the mask hides the key."""
-    group = queries.shape[1] // len(first)
-    begin, end = tile.queries.start, tile.queries.stop
-    rows, columns = queries[:, begin * group : end * group], keys[:, tile.keys]
-    s = np.matmul(rows, columns.swapaxes(1, 2), out=scratch("s", *rows.shape[:2], columns.shape[1]))
-    by_query = s.reshape(len(s), end - begin, group, -1)
-    position = np.arange(tile.keys.start, tile.keys.stop)
-    if tile.ahead > begin:
-        hidden = position >= last[begin : tile.ahead, None]
-        np.copyto(by_query[:, : tile.ahead - begin], -np.inf, where=hidden[:, None])
-    if tile.behind < end:
-        hidden = position < first[tile.behind : end, None]
-        np.copyto(by_query[:, tile.behind - begin :], -np.inf, where=hidden[:, None])
-    return s
+def _scores(queries: Array, keys: Array, tile: _Tile, group: int, scratch: _Scratch) -> Array:
+    """Scores [batch, rows, keys] of a tile, of hidden keys too."""
+    rows, columns = queries[:, tile.queries.start * group : tile.queries.stop * group], keys[:, tile.keys]
+    return np.matmul(rows, columns.swapaxes(1, 2), out=scratch("s", *rows.shape[:2], columns.shape[1]))
+
+
+def _hide(s: Array, value: float, tile: _Tile, group: int) -> None:
+    """Write a value wherever the mask hides the key, into scores or probabilities [batch, rows, keys]."""
+    if tile.hidden is not None:
+        by_query = s.reshape(len(s), -1, group, s.shape[2])
+        np.copyto(by_query[:, tile.cut], value, where=tile.hidden)
 
 
 def _compute_dtype(*arrays: Array) -> np.dtype[Any]:
@@ -420,34 +467,56 @@ def _grouped(x: Array, kv_heads: int) -> Array:
     return x.reshape(len(x), kv_heads, x.shape[1] // kv_heads, x.shape[2])
 
 
-def _gather(x: Array, starts: IntArray, length: int, heads: slice, into: Array) -> Array:
-    """Copy rows `[start, start + length)` of x [rows, Hkv, group, D] into `into` [batch, length * group, D or more].
+def _squares(x: Array) -> Array:
+    """Squared lengths of the vectors of x [batch, rows, D]: [batch, rows]."""
+    squares: Array = np.vecdot(x, x)
+    return squares
 
-    This alone reads inputs, and only rows of queries that see a key and of keys that are seen. [A5]
+
+def _gather(x: Array, starts: IntArray, counts: IntArray, heads: slice, into: Array) -> Array:
+    """Copy rows `[start, start + count)` of x [rows, Hkv, group, D] into `into` [batch, length * group, D or more].
+
+    Zeros fill what is left of a length. This alone reads inputs, and only rows of queries that see a key and of keys
+    that are seen. [A5]
     """
-    group, dim = x.shape[2:]
-    by_document = into[:, :, :dim].reshape(len(starts), -1, length, group, dim)
-    for document, start in zip(by_document, starts.tolist(), strict=True):
-        document[...] = x[start : start + length, heads].swapaxes(0, 1)
+    documents = _by_document(into, len(starts), x)
+    if len(starts) == 1:
+        start, count = int(starts[0]), int(counts[0])
+        documents[0, :, :count] = x[start : start + count, heads].swapaxes(0, 1)
+        documents[0, :, count:] = 0
+        return into
+    within = np.arange(documents.shape[2])
+    rows = starts[:, None] + np.minimum(within, np.maximum(counts[:, None] - 1, 0))  # the last again, then zeros
+    documents[...] = x[rows, heads].swapaxes(1, 2)
+    documents.swapaxes(1, 2)[within >= counts[:, None]] = 0
     return into
 
 
 def _gather_keys(task: _Task, scale: float, scratch: _Scratch, k: Array, v: Array) -> tuple[Array, Array]:
-    """The task's keys, times scale, and its values; both [batch, num_keys, D + 1], 1 in the last column."""
-    shape = task.batch, task.num_keys
-    keys = _gather(k, task.k_starts, task.num_keys, task.heads, scratch("k", *shape, k.shape[3] + 1))
-    keys *= scale
-    values = _gather(v, task.k_starts, task.num_keys, task.heads, scratch("v", *shape, v.shape[3] + 1))
+    """The task's keys, times scale * log2(e), and its values; both [batch, num_keys, D + 1], 1 in the last column."""
+    shape, rows = (task.batch, task.num_keys), (task.k_starts, task.k_counts, task.heads)
+    keys = _gather(k, *rows, scratch("k", *shape, k.shape[3] + 1))
+    keys *= scale * LOG2_E
+    values = _gather(v, *rows, scratch("v", *shape, v.shape[3] + 1))
     keys[:, :, -1] = values[:, :, -1] = 1
     return keys, values
 
 
-def _scatter(block: Array, into: Array, starts: IntArray, heads: slice) -> None:
+def _scatter(block: Array, into: Array, starts: IntArray, counts: IntArray, heads: slice) -> None:
     """The inverse of `_gather`: write block [batch, length * group, D] to rows of `into` [rows, Hkv, group, D]."""
-    group, dim = into.shape[2:]
-    by_document = block.reshape(len(starts), -1, block.shape[1] // group, group, dim)
-    for document, start in zip(by_document, starts.tolist(), strict=True):
-        into[start : start + document.shape[1], heads] = document.swapaxes(0, 1)
+    documents = _by_document(block, len(starts), into)
+    if len(starts) == 1:
+        start, count = int(starts[0]), int(counts[0])
+        into[start : start + count, heads] = documents[0, :, :count].swapaxes(0, 1)
+        return
+    document, row = np.nonzero(np.arange(documents.shape[2]) < counts[:, None])
+    into[starts[document] + row, heads] = documents[document, :, row]
+
+
+def _by_document(block: Array, documents: int, x: Array) -> Array:
+    """A view of block [batch, length * group, D or more] as [documents, heads, length, group, D], group and D of x."""
+    group, dim = x.shape[2:]
+    return block[:, :, :dim].reshape(documents, len(block) // documents, -1, group, dim)
 
 
 def _run(
@@ -459,7 +528,7 @@ def _run(
 
     def work() -> None:
         scratch = _Scratch(dtype)
-        with np.errstate(all="ignore"):  # exponentials underflow by design, and NaN among real rows is the caller's
+        with np.errstate(all="ignore"):  # powers underflow by design, and NaN among real rows is the caller's
             while True:
                 try:
                     task = waiting.popleft()
@@ -467,62 +536,4 @@ def _run(
                     return
                 compute(task, scratch)
 
-    with _one_blas_thread as limited:
-        threads = min(wanted, len(tasks)) if limited else 1
-        if threads <= 1:
-            work()
-            return
-        with ThreadPoolExecutor(threads) as pool:
-            for done in [pool.submit(work) for _ in range(threads)]:
-                done.result()
-
-
-class _OneBlasThread:
-    """Holds NumPy's BLAS at one thread a call while any caller is inside; entering says whether it is.
-
-    The limit is one for the whole process, and ranks may be threads of one process. So the first in sets it, and the
-    last out restores what was. Both do so from a thread that ends at once: to threadpoolctl 3.8 a thread that ever set
-    a limit owns it while it lives, and the last out is not always the first in.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._inside = 0
-        self._before: list[int] = []
-
-    def __enter__(self) -> bool:
-        libraries = _blas_libraries()
-        with self._lock:
-            if self._inside == 0:
-                self._before = [library.num_threads for library in libraries]
-                self._set([1] * len(libraries))
-            self._inside += 1
-        return len(libraries) > 0 and all(library.num_threads == 1 for library in libraries)
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._inside -= 1
-            if self._inside == 0:
-                self._set(self._before)
-
-    def _set(self, threads: list[int]) -> None:
-        def set_all() -> None:
-            for library, number in zip(_blas_libraries(), threads, strict=True):
-                library.set_num_threads(number)
-
-        setter = threading.Thread(target=set_all)
-        setter.start()
-        setter.join()
-
-
-_one_blas_thread = _OneBlasThread()
-
-
-@cache
-def _blas_libraries() -> list[Any]:
-    """threadpoolctl's handles of the BLAS behind NumPy, and of any other that is loaded; none without threadpoolctl."""
-    try:
-        from threadpoolctl import ThreadpoolController
-    except ImportError:
-        return []
-    return list(ThreadpoolController().select(user_api="blas").lib_controllers)
+    run_on_threads(work, min(wanted, len(tasks)))

@@ -13,7 +13,7 @@ FOLDER = Path(refimpl.__file__).parent
 
 LAYERS = [
     {"errors"},
-    {"layout", "collectives", "lengths"},
+    {"layout", "collectives", "lengths", "threads"},
     {"partition", "mask"},
     {"environment", "metadata"},
     {"attention", "cost"},

@@ -5,7 +5,6 @@ Small cases cross many tiles, because the tile sizes are made small too.
 
 import subprocess
 import sys
-import threading
 import tracemalloc
 from contextlib import contextmanager
 from unittest import mock
@@ -16,7 +15,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from strategies import Heads, cases, head_layouts, layout_of, layouts, masks, poison, repeat_tail, tensors
-from support import refused
+from support import assert_close, refused, run
 
 from refimpl import attention, tiled
 from refimpl.layout import PackedLayout
@@ -30,35 +29,16 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 
 def tile_sizes():
-    """(rows, keys, edge_keys): anything from single scores up; rows beyond a small case make batches of documents."""
-    return st.tuples(st.sampled_from([1, 2, 5, 8, 24, 1024]), st.integers(1, 7), st.integers(1, 4))
+    """(rows, keys, edge_keys, batch_size, fill): anything from single scores up; large batches hold documents."""
+    rows, batch_size = st.sampled_from([1, 2, 5, 8, 24, 1024]), st.sampled_from([1, 60, 1000, 10**6])
+    return st.tuples(rows, st.integers(1, 7), st.integers(1, 4), batch_size, st.integers(1, 6))
 
 
 @contextmanager
-def tiles(rows, keys, edge_keys):
-    with mock.patch.multiple(tiled, TILE_ROWS=rows, TILE_KEYS=keys, EDGE_KEYS=edge_keys):
+def tiles(rows, keys, edge_keys, batch_size=1, fill=1):
+    sizes = {"TILE_ROWS": rows, "TILE_KEYS": keys, "EDGE_KEYS": edge_keys, "BATCH_SIZE": batch_size, "FILL": fill}
+    with mock.patch.multiple(tiled, **sizes):
         yield
-
-
-def run(module, q, k, v, dout, where, mask, scale=None, **options):
-    """out, lse, dq, dk, dv of a module, forward and backward, of a PackedLayout or a StepMetadata."""
-    prefix = "varlen_" if isinstance(where, StepMetadata) else ""
-    forward, backward = (getattr(module, f"{prefix}attention_{way}") for way in ("forward", "backward"))
-    out, lse = forward(q, k, v, where, mask, scale, **options)
-    return out, lse, *backward(dout, q, k, v, out, lse, where, mask, scale, **options)
-
-
-def assert_close(actual, expected, bound=1e-12):
-    """Within `bound` of the largest expected value, or of 1; -inf, and the zeros where lse is -inf, are exact."""
-    for name, a, b in zip(OUTPUTS, actual, expected, strict=True):
-        assert a.shape == b.shape, name
-        np.testing.assert_array_equal(np.isneginf(a), np.isneginf(b), name)
-        finite = np.isfinite(b)
-        largest = np.abs(b[finite]).max(initial=1.0)
-        np.testing.assert_allclose(a[finite], b[finite], rtol=0, atol=bound * largest, err_msg=name)
-    empty = np.isneginf(expected[1]).T
-    assert not actual[0][empty].any()
-    assert not actual[2][empty].any()
 
 
 def assert_same_bits(actual, expected):
@@ -220,6 +200,7 @@ def scores_as_given(scores, dtype):
         [-100.0 * i for i in range(12)],
         [7.9 * i for i in range(12)],
         [8.1 * i for i in range(12)],
+        [20.7, -20.7, 0.0, 20.9, -20.9, 0.0] * 2,  # CALM lies between
         [0.0] * 6 + [2000.0] + [0.0] * 5,
     ],
     ids=str,
@@ -239,6 +220,19 @@ def test_scores_far_beyond_the_range_of_exp(scores, mask, dtype):
             [x / unit for x, unit in zip(expected, in_units_of_k, strict=True)],
             1e-12 if dtype == np.float64 else 2e-4,
         )
+
+
+@pytest.mark.clause("A3", "B1")
+@pytest.mark.parametrize("score", [-20.7, 20.7, 20.9])
+@pytest.mark.parametrize("magnitude", [1e-28, 1e-20, 1e25])
+def test_values_of_any_magnitude_beside_the_largest_scores_without_a_reference(score, magnitude):
+    """float32 neither overflows nor loses digits where powers of 2^30 and 2^-30 meet the values."""
+    q, k, v, dout = scores_as_given([score, *[-abs(score)] * 199], np.float32)
+    arrays = q, k, np.abs(v) * np.float32(magnitude), dout
+    out, lse = tiled.attention_forward(*arrays[:3], PackedLayout([0, 200]), CAUSAL, 1.0)
+    expected, expected_lse = attention.attention_forward(*arrays[:3], PackedLayout([0, 200]), CAUSAL, 1.0)
+    np.testing.assert_allclose(out, expected, rtol=1e-5)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-6)
 
 
 @pytest.mark.clause("A3", "B1")
@@ -283,12 +277,14 @@ def test_the_same_bits_on_every_call_and_with_any_number_of_workers(mask):
 
 
 @pytest.mark.clause("A5")
-def test_documents_of_one_batch_do_not_touch_each_other():
-    """A document of NaN, or of huge scores, changes no bit of its neighbours, whose own scores go up and down."""
-    layout = PackedLayout.from_lengths([9] * 6)
+@pytest.mark.parametrize("restless", [0, 40])
+def test_documents_of_one_batch_do_not_touch_each_other(restless):
+    """A document of NaN, or of huge scores, changes no bit of its neighbours: some calm, some not, or all calm."""
+    layout = PackedLayout.from_lengths([10, 8, 9, 12, 11, 4])
     arrays = tensors(np.random.default_rng(0), 54, 54, Heads(4, 2, 4, 3))
-    arrays[0][:] *= 1000
-    with tiles(1024, 3, 2):
+    arrays[0][:restless] *= 1000
+    with tiles(1024, 3, 2, batch_size=10**6, fill=4):
+        assert sorted(task.batch for task in tiled._tasks(StepMetadata.of_layout(layout), CAUSAL, 2, 2)) == [2, 2, 8]
         expected = run(tiled, *arrays, layout, CAUSAL)
         for value in (np.nan, np.inf, 1e200):
             changed = [x.copy() for x in arrays]
@@ -446,143 +442,3 @@ def test_peak_memory_below_a_gibibyte_within_a_window(lengths):
 @pytest.mark.clause("N3")
 def test_peak_memory_below_a_gibibyte_for_one_long_document():
     assert peak_memory("[32768]", left=-1) < 1024
-
-
-class Library:
-    """Stands in for threadpoolctl's handle of a BLAS; one that does not `obey` is under another thread's control."""
-
-    def __init__(self, obeys=True):
-        self.num_threads = 2
-        self.obeys = obeys
-        self.calls = []
-
-    def set_num_threads(self, number):
-        self.calls.append(number)
-        if self.obeys:
-            self.num_threads = number
-
-
-@pytest.fixture
-def library(monkeypatch):
-    stand_in = Library()
-    monkeypatch.setattr(tiled, "_blas_libraries", lambda: [stand_in])
-    return stand_in
-
-
-def three_documents():
-    return tensors(np.random.default_rng(0), 150, 150, Heads(2, 2, 4, 4)), PackedLayout.from_lengths([40, 50, 60])
-
-
-def test_the_first_caller_limits_blas_and_the_last_one_restores_it(library):
-    """Two ranks that are threads of one process, the first of them leaving first."""
-    second_is_in, first_has_left, second_may_leave = (threading.Event() for _ in range(3))
-
-    def first():
-        with tiled._one_blas_thread as limited:
-            assert limited
-            second_is_in.wait(10)
-        first_has_left.set()
-
-    def second():
-        with tiled._one_blas_thread as limited:
-            assert limited
-            second_is_in.set()
-            second_may_leave.wait(10)
-
-    threads = [threading.Thread(target=first), threading.Thread(target=second)]
-    for thread in threads:
-        thread.start()
-    assert first_has_left.wait(10)
-    assert library.calls == [1]
-    second_may_leave.set()
-    for thread in threads:
-        thread.join(10)
-    assert library.calls == [1, 2]
-    with tiled._one_blas_thread:
-        assert library.num_threads == 1
-    assert library.num_threads == 2
-
-
-def test_a_task_that_fails_ends_the_call_with_its_error_and_restores_blas(library):
-    arrays, layout = three_documents()
-
-    def failing(*_):
-        raise MemoryError("no room for a tile")
-
-    for workers in (1, 3):
-        with mock.patch.object(tiled, "_scores", failing), pytest.raises(MemoryError, match="no room"):
-            tiled.attention_forward(*arrays[:3], layout, CAUSAL, workers=workers)
-        assert library.num_threads == 2
-
-
-def numpys_blas():
-    """Threads of the BLAS that NumPy had loaded when this module was first used."""
-    return [handle.num_threads for handle in tiled._blas_libraries()]
-
-
-def set_blas_threads(number):
-    """From a thread that ends: a living one would keep control of the limit."""
-    setter = threading.Thread(target=lambda: [handle.set_num_threads(number) for handle in tiled._blas_libraries()])
-    setter.start()
-    setter.join()
-
-
-def test_blas_itself_is_limited_while_any_of_many_callers_is_inside():
-    """The callers come and go: whoever limited BLAS is often gone, or still alive, when the last one restores it."""
-    arrays, layout = three_documents()
-    seen = []
-
-    def observing(*args):
-        seen.append(numpys_blas())
-        return scores(*args)
-
-    def call():
-        for _ in range(20):
-            run(tiled, *arrays, layout, CAUSAL, workers=2)
-        done.wait(60)
-
-    scores = tiled._scores
-    done = threading.Event()
-    before = numpys_blas()
-    set_blas_threads(2)
-    try:
-        with mock.patch.object(tiled, "_scores", observing):
-            callers = [threading.Thread(target=call) for _ in range(4)]
-            for caller in callers:
-                caller.start()
-            run(tiled, *arrays, layout, CAUSAL, workers=2)
-            done.set()
-            for caller in callers:
-                caller.join(60)
-        assert set(numpys_blas()) == {2}
-        run(tiled, *arrays, layout, CAUSAL)
-        assert set(numpys_blas()) == {2}
-    finally:
-        set_blas_threads(before[0])
-    assert {number for numbers in seen for number in numbers} == {1}
-
-
-@pytest.mark.parametrize("libraries", [[], [Library(obeys=False)]], ids=["no threadpoolctl", "not ours to limit"])
-def test_one_worker_where_blas_cannot_be_limited(monkeypatch, libraries):
-    arrays, layout = three_documents()
-    expected = run(tiled, *arrays, layout, CAUSAL)
-    monkeypatch.setattr(tiled, "_blas_libraries", lambda: libraries)
-    with mock.patch.object(tiled, "ThreadPoolExecutor", side_effect=AssertionError("more than one worker")):
-        assert_close(run(tiled, *arrays, layout, CAUSAL, workers=4), expected)
-
-
-def test_without_threadpoolctl_there_is_no_blas_to_limit(monkeypatch):
-    monkeypatch.setitem(sys.modules, "threadpoolctl", None)
-    assert tiled._blas_libraries.__wrapped__() == []
-
-
-@pytest.mark.parametrize(
-    ("value", "workers"), [("3", 3), ("1", 1), (None, None), ("", None), ("0", None), ("4,2", None)]
-)
-def test_default_workers(monkeypatch, value, workers):
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    cpus = tiled.default_workers()
-    assert cpus >= 1
-    if value is not None:
-        monkeypatch.setenv("OMP_NUM_THREADS", value)
-    assert tiled.default_workers() == (workers or cpus)
