@@ -1,6 +1,5 @@
 """`thdcp check --capture`: right steps pass in every form, wrong ones are found and described."""
 
-
 import numpy as np
 import pytest
 
