@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from refimpl import AttentionMask, PackedLayout, partition
+from refimpl import AttentionMask, PackedLayout, partition, partition_indices
 from refimpl.attention import attention_backward, attention_forward
 from refimpl.conformance.yardstick import ROUNDING
 
@@ -40,6 +40,10 @@ class Step:
             "window": self.mask.window,
         } | self.more
 
+    def indices(self, rank):
+        """The rows that a rank holds."""
+        return partition_indices(self.layout, self.policy, self.cp_size, rank)
+
     def parts(self, name, policy=None):
         """The ranks' parts of a tensor."""
         axis = 1 if name == "lse" else 0
@@ -51,14 +55,16 @@ def rounded(x, dtype):
     return ROUNDING[dtype](x) if dtype == "bfloat16" else x.astype(dtype)
 
 
-def step(layout=PADDED, dtype="float32", mask=CAUSAL, heads=(4, 2), dims=(8, 6), seed=0, scale=None, **more):
-    """A right step: computed in float64 from rounded inputs, rounded at the end. Padding inputs are NaN."""
+def step(
+    layout=PADDED, dtype="float32", mask=CAUSAL, heads=(4, 2), dims=(8, 6), seed=0, scale=None, padding=np.nan, **more
+):
+    """A right step: computed in float64 from rounded inputs, rounded at the end. Padding inputs hold `padding`."""
     random = np.random.default_rng(seed)
     (heads_q, heads_k), (dim, dim_v), rows = heads, dims, layout.total_tokens
     shapes = {"q": (heads_q, dim), "k": (heads_k, dim), "v": (heads_k, dim_v), "dout": (heads_q, dim_v)}
     x = {name: rounded(random.standard_normal((rows, *shape)), dtype) for name, shape in shapes.items()}
     for tensor in x.values():
-        tensor[layout.document_ids < 0] = np.nan
+        tensor[layout.document_ids < 0] = padding
     out, lse = attention_forward(x["q"], x["k"], x["v"], layout, mask, scale)
     gradients = attention_backward(x["dout"], x["q"], x["k"], x["v"], out, lse, layout, mask, scale)
     x |= {name: rounded(y, dtype) for name, y in zip(("out", "dq", "dk", "dv"), (out, *gradients), strict=True)}

@@ -6,4 +6,5 @@
 - `implementation`: the reference in small replaceable pieces, and how it answers a case.
 - `mutants`: the replacements, each modelled on a real fault.
 - `check`: verdicts. `diagnose`: which mutant gives the same wrong numbers. `report`: what a person sees.
+- `capture`: tensors from a real training step instead of cases.
 """

@@ -327,7 +327,8 @@ def _as_capture(
     is_real = layout.document_ids >= 0
     for name in INPUTS:
         if name in arrays:
-            _check_input(path, name, arrays[name], is_real, dtype)
+            parted = f", or policy is not {settings.policy}" if name in per_rank else ""
+            _check_input(path, name, arrays[name], is_real, dtype, parted)
     try:
         scale = checked_scale(settings.softmax_scale, arrays["q"].shape[2])
     except SpecError as error:
@@ -354,13 +355,13 @@ def _as_capture(
     )
 
 
-def _check_input(path: Path, name: str, x: Array, is_real: Array, dtype: str) -> None:
+def _check_input(path: Path, name: str, x: Array, is_real: Array, dtype: str, parted: str) -> None:
     """Finite in rows of real tokens, and nothing that the dtype has not: the step would have read other numbers."""
     rounded = ROUNDING.get(dtype)
     for start in range(0, len(x), 4096):
         rows = np.flatnonzero(is_real[start : start + 4096]) + start
         some = x[rows]
-        _check_rows(path, name, rows, np.isfinite(some), "holds NaN or infinity in a row of a real token")
+        _check_rows(path, name, rows, np.isfinite(some), f"NaN or infinity in a row of a real token{parted}")
         if rounded is not None:
             as_float32 = some.astype(np.float32)
             same = (rounded(as_float32) == some) if dtype != "float32" else (as_float32 == some)

@@ -83,7 +83,8 @@ def judge_tensor(capture: Capture, name: str, looked: Looked) -> Result:
     bound = looked.bound(dtype)
     errors = errors_of(name, looked, capture.outputs[name])
     allowed = bound if looked.slack is None else bound + by_row(name, looked.slack)
-    wrong = (errors > allowed) | _strayed(name, looked, errors, bound)[:, None, None]
+    wrong = errors > allowed
+    wrong |= (_strayed(name, looked, errors, bound) & ~wrong.any(axis=(1, 2)))[:, None, None]
     looked_at = looked.rows[wrong.any(axis=(1, 2))]
     padding, broken = _unwritten(capture, name, got), _not_finite(capture, got)
     largest = float(errors.max(initial=0.0))
