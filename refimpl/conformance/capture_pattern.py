@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from refimpl.conformance.capture_file import GRADIENTS, OUTPUTS, Capture
 from refimpl.conformance.capture_rows import query_rows
-from refimpl.conformance.capture_verdict import Looked, by_row, errors_of
+from refimpl.conformance.capture_verdict import Looked, by_row, errors_of, wrong_of
 from refimpl.conformance.cases import Case, Expected
 from refimpl.conformance.yardstick import named_dtype
 from refimpl.layout import IntArray
@@ -61,7 +61,7 @@ def _scaled(capture: Capture, name: str, looked: Looked) -> str:
     if not np.isfinite(got).all() or size == 0:
         return ""
     factor = float((got * exact).sum()) / size
-    if abs(factor) < 1e-9 or np.abs(got - factor * exact).max() > looked.bound(capture.dtypes[name]) * max(1, factor):
+    if abs(factor) < 1e-9 or abs(factor - 1) < 0.01 or np.abs(got - factor * exact).max() > looked.bound(capture.dtypes[name]) * max(1, factor):
         return ""
     base = " (the logarithm is to base 2: declare lse_base)" if name == "lse" and abs(factor - 1.442695) < 1e-3 else ""
     return f"{factor:.6g} times the right values{base}"
@@ -85,8 +85,7 @@ def _moved(capture: Capture, name: str, looked: Looked) -> str:
 def _where(capture: Capture, name: str, looked: Looked) -> Iterator[str]:
     """The one rank, document or head that is wrong, if there are others that are right."""
     errors = errors_of(name, looked, capture.outputs[name])
-    allowed = looked.bound(capture.dtypes[name]) + (0 if looked.slack is None else by_row(name, looked.slack))
-    wrong: NDArray[np.bool_] = np.asarray(errors > allowed)
+    wrong = wrong_of(name, looked, errors, looked.bound(capture.dtypes[name]))
     rows: NDArray[np.bool_] = np.asarray(wrong.any(axis=(1, 2)))
     if rows.sum() < 2:
         return

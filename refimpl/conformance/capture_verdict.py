@@ -82,9 +82,7 @@ def judge_tensor(capture: Capture, name: str, looked: Looked) -> Result:
     dtype, got = capture.dtypes[name], by_row(name, capture.outputs[name])
     bound = looked.bound(dtype)
     errors = errors_of(name, looked, capture.outputs[name])
-    allowed = bound if looked.slack is None else bound + by_row(name, looked.slack)
-    wrong = errors > allowed
-    wrong |= (_strayed(name, looked, errors, bound) & ~wrong.any(axis=(1, 2)))[:, None, None]
+    wrong = wrong_of(name, looked, errors, bound)
     looked_at = looked.rows[wrong.any(axis=(1, 2))]
     padding, broken = _unwritten(capture, name, got), _not_finite(capture, got)
     largest = float(errors.max(initial=0.0))
@@ -103,6 +101,13 @@ def judge_tensor(capture: Capture, name: str, looked: Looked) -> Result:
     details |= {"wrong": len(looked_at), "padding": len(padding), "not_finite": len(broken)}
     details |= {key: x for key, x in vars(place).items() if x is not None}
     return Result(name, "fail", "; ".join([*told, tolerance]), dtype=dtype, answered=True, details=details)
+
+
+def wrong_of(name: str, looked: Looked, errors: Array, bound: float) -> NDArray[np.bool_]:
+    """Wrong elements of the rows looked at [n, H, D]; all of a row that is wrong as a whole. [N2] [V13]"""
+    wrong: NDArray[np.bool_] = errors > (bound if looked.slack is None else bound + by_row(name, looked.slack))
+    wrong |= (_strayed(name, looked, errors, bound) & ~wrong.any(axis=(1, 2)))[:, None, None]
+    return wrong
 
 
 def _strayed(name: str, looked: Looked, errors: Array, bound: float) -> NDArray[np.bool_]:
