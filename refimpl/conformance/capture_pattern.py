@@ -61,7 +61,11 @@ def _scaled(capture: Capture, name: str, looked: Looked) -> str:
     if not np.isfinite(got).all() or size == 0:
         return ""
     factor = float((got * exact).sum()) / size
-    if abs(factor) < 1e-9 or abs(factor - 1) < 0.01 or np.abs(got - factor * exact).max() > looked.bound(capture.dtypes[name]) * max(1, factor):
+    if (
+        abs(factor) < 1e-9
+        or abs(factor - 1) < 0.01
+        or np.abs(got - factor * exact).max() > looked.bound(capture.dtypes[name]) * max(1, factor)
+    ):
         return ""
     base = " (the logarithm is to base 2: declare lse_base)" if name == "lse" and abs(factor - 1.442695) < 1e-3 else ""
     return f"{factor:.6g} times the right values{base}"
