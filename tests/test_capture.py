@@ -14,8 +14,10 @@ from refimpl.attention import attention_backward, attention_forward
 from refimpl.cli import main
 from refimpl.conformance import capture_sample
 from refimpl.conformance.capture import check_capture
+from refimpl.conformance.capture_file import read_capture
+from refimpl.conformance.capture_rows import Source, key_rows
 from refimpl.conformance.yardstick import ROUNDING
-from tests.captures import Step, save_npz, save_torch, step
+from tests.captures import PADDED, Step, save_npz, save_torch, step
 
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 
@@ -323,3 +325,32 @@ def test_a_long_step_in_a_sample(tmp_path, require, documents):
     assert found.returncode == 1
     assert "2 of 5 tensors pass, 3 fail" in found.stdout
     assert found.stdout.count("only rank 5 is wrong") == 2
+
+
+@pytest.mark.clause("K2", "K3", "N4")
+@pytest.mark.parametrize(
+    "mask", [(False, (-1, -1)), (True, (5, 0)), (False, (3, 7)), (False, (-1, 2)), (False, (0, 0))]
+)
+def test_right_steps_pass_under_every_mask(tmp_path, mask):
+    right = step(dtype="float64", mask=AttentionMask(*mask))
+    checked = check_capture([save_npz(tmp_path / "run.npz", right)])
+    assert checked.passed, [result.message for result in checked.results]
+
+
+@pytest.mark.clause("V12")
+@pytest.mark.parametrize(("lse_off", "out_off"), [(1e-3, 0.0), (0.0, 1e-3), (1e-2, 1e-2)])
+def test_the_slack_covers_what_an_inexact_source_makes(tmp_path, lse_off, out_off):
+    """And no more than some twenty times of it: it is a bound, with all errors of one sign."""
+    right = step(dtype="float64")
+    capture = read_capture([save_npz(tmp_path / "run.npz", right)])
+    lse, out = right.tensors["lse"], right.tensors["out"]
+    real = np.flatnonzero(PADDED.document_ids >= 0)
+    signs = np.random.default_rng(0).choice([-1.0, 1.0], lse.shape)
+    moved = out + out_off * signs.T[:, :, None]
+    delta_error = np.abs((capture.dout[real] * (moved - out)[real]).sum(axis=2)).max()
+    found = key_rows(capture, real, Source(lse + lse_off * signs, moved, lse_off, delta_error), lambda _: None)
+    for name in ("dk", "dv"):
+        off = np.abs(found.exact[name] - right.tensors[name][real])
+        assert (off <= found.slack[name] + 1e-12).all()
+        assert found.slack[name].max() < 20 * off.max() + 1e-12
+        assert (off.max() > 1e-5) == (lse_off > 0 or name == "dk")
