@@ -286,21 +286,22 @@ def _tiles(first: IntArray, last: IntArray) -> list[_Tile]:
     if inner >= outer:
         inner = outer = stop
     everyone, nobody = slice(0, len(first)), slice(0, 0)
-    tiles = []
-    for begin, end in (start, inner), (outer, stop):
-        if begin < end:
-            seen = (np.clip(x - begin, 0, end - begin) for x in (first, last))
-            edge = _edge_tiles(*(x.tobytes() for x in seen), EDGE_KEYS)
-            tiles += [tile._replace(keys=slice(begin + tile.keys.start, begin + tile.keys.stop)) for tile in edge]
-        if end == inner:
-            whole = pairwise([*range(inner, outer, TILE_KEYS), outer])
-            tiles += [_Tile(slice(*keys), everyone, nobody, None) for keys in whole]
-    return tiles
+    between = pairwise([*range(inner, outer, TILE_KEYS), outer])
+    whole = [_Tile(slice(*keys), everyone, nobody, None) for keys in between]
+    return [*_edge(first, last, start, inner), *whole, *_edge(first, last, outer, stop)]
 
 
-@lru_cache(maxsize=128)
+def _edge(first: IntArray, last: IntArray, begin: int, end: int) -> list[_Tile]:
+    """The tiles of the keys `[begin, end)`, which not every query of the block sees."""
+    if begin == end:
+        return []
+    tiles = _edge_tiles(*(np.clip(x - begin, 0, end - begin).tobytes() for x in (first, last)), EDGE_KEYS)
+    return [tile._replace(keys=slice(begin + tile.keys.start, begin + tile.keys.stop)) for tile in tiles]
+
+
+@lru_cache(maxsize=64)
 def _edge_tiles(first: bytes, last: bytes, width: int) -> tuple[_Tile, ...]:
-    """The tiles of keys that not every query of a block sees, as int64 in bytes; blocks of one shape share them."""
+    """The same, keys counted from 0; `first` and `last` are int64, as bytes. Blocks of one shape share the tiles."""
     starts, stops = np.frombuffer(first, np.int64), np.frombuffer(last, np.int64)
     count = int(stops[-1])
     keys = np.arange(count)
@@ -311,8 +312,8 @@ def _edge_tiles(first: bytes, last: bytes, width: int) -> tuple[_Tile, ...]:
         queries = slice(int(stops.searchsorted(begin, "right")), int(starts.searchsorted(end)))
         of_tile = hidden[queries, begin:end]
         cut = np.flatnonzero(of_tile.any(axis=1))
-        between = slice(int(cut[0]), int(cut[-1]) + 1) if len(cut) else slice(0, 0)
-        tiles.append(_Tile(slice(begin, end), queries, between, of_tile[between, None].copy()))
+        some = slice(int(cut[0]), int(cut[-1]) + 1) if len(cut) else slice(0, 0)
+        tiles.append(_Tile(slice(begin, end), queries, some, of_tile[some, None].copy()))
     return tuple(tiles)
 
 
