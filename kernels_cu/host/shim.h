@@ -14,24 +14,26 @@
 #include <stddef.h>
 #include <string.h>
 
+#include <string>
+#include <type_traits>
 #include <utility>
 
 #include "host/numbers.h"
 
 #define THDCP_DEVICE inline
 
-// A kernel is three symbols: `name` takes the void** of cuLaunchKernel, `name_signature` says its parameters as written,
-// `name_max_threads` its launch bound.
-#define THDCP_KERNEL(name, max_threads, min_blocks, ...)                                 \
-  static void name##_body(__VA_ARGS__);                                                  \
-  extern "C" void name(void** arguments) { thdcp::host::call(name##_body, arguments); }  \
-  extern "C" {                                                                           \
-  extern const char name##_signature[];                                                  \
-  const char name##_signature[] = #__VA_ARGS__;                                          \
-  extern const int name##_max_threads;                                                   \
-  const int name##_max_threads = max_threads;                                            \
-  }                                                                                      \
+// A kernel is four symbols: `name` takes the void** of cuLaunchKernel, `name_types` says the types of its parameters,
+// `name_parameters` the parameters as written, `name_max_threads` its launch bound.
+#define THDCP_KERNEL(name, max_threads, min_blocks, ...)                                \
+  static void name##_body(__VA_ARGS__);                                                 \
+  extern "C" {                                                                          \
+  THDCP_EXPORT void name(void** arguments) { thdcp::host::call(name##_body, arguments); } \
+  THDCP_EXPORT const char* name##_types() { return thdcp::host::types_of(name##_body); } \
+  THDCP_EXPORT const char* name##_parameters() { return #__VA_ARGS__; }                 \
+  THDCP_EXPORT int name##_max_threads() { return max_threads; }                         \
+  }                                                                                     \
   static void name##_body(__VA_ARGS__)
+#define THDCP_EXPORT __attribute__((visibility("default")))
 
 // Every instantiation of the function that holds the array has an array of its own, as in CUDA: `tag` tells them apart.
 #define THDCP_SHARED_ARRAY(type, name, count)                            \
@@ -58,11 +60,43 @@ struct Place {
 // Unpack the void** of cuLaunchKernel.
 template <typename... Parameters, size_t... kIndices>
 void call_indexed(void (*body)(Parameters...), void** arguments, std::index_sequence<kIndices...>) {
-  body(*static_cast<std::remove_const_t<Parameters>*>(arguments[kIndices])...);
+  (void)arguments;
+  body(*static_cast<Parameters*>(arguments[kIndices])...);
 }
 template <typename... Parameters>
 void call(void (*body)(Parameters...), void** arguments) {
   call_indexed(body, arguments, std::index_sequence_for<Parameters...>());
+}
+
+// "const bf16*, int64" for (const bf16*, int64): what the caller checks its arguments against.
+template <typename T>
+struct TypeName;
+#define THDCP_TYPE(type)                        \
+  template <>                                   \
+  struct TypeName<type> {                       \
+    static constexpr const char* value = #type; \
+  };
+THDCP_TYPE(int32) THDCP_TYPE(uint32) THDCP_TYPE(int64) THDCP_TYPE(uint64) THDCP_TYPE(uint16) THDCP_TYPE(uint8)
+THDCP_TYPE(float) THDCP_TYPE(double) THDCP_TYPE(bool) THDCP_TYPE(bf16) THDCP_TYPE(fp16) THDCP_TYPE(Vec16) THDCP_TYPE(void)
+#undef THDCP_TYPE
+
+template <typename T>
+std::string type_text() {
+  if constexpr (std::is_pointer_v<T>) {
+    using Target = std::remove_pointer_t<T>;
+    return (std::is_const_v<Target> ? "const " : "") + std::string(TypeName<std::remove_cv_t<Target>>::value) + "*";
+  } else {
+    return TypeName<T>::value;
+  }
+}
+template <typename... Parameters>
+const char* types_of(void (*)(Parameters...)) {
+  static const std::string text = [] {
+    std::string joined;
+    ((joined += (joined.empty() ? "" : ", ") + type_text<Parameters>()), ...);
+    return joined;
+  }();
+  return text.c_str();
 }
 
 // End the block with a named error; printf's arguments.
@@ -84,7 +118,7 @@ enum class Shuffle { index, exclusive_or, up, down };
 uint64 shuffle(Shuffle kind, uint32 mask, uint64 value, int lane, const Place& place);
 uint32 ballot(uint32 mask, bool predicate, const Place& place);
 void ldmatrix(uint32* registers, int count, bool transpose, const void* row, const uint32* row_words, const Place& place);
-void mma(float* c, const uint32* a, const uint32* b, float (*decode)(uint16), const Place& place);
+void mma(float* c, const uint32* a, const uint32* b, bool brain, const Place& place);
 
 // Asynchronous copies. `issue_copy` keeps the copy for later; `take_copy` gives back one that is to be done now.
 struct Copy {
@@ -130,9 +164,9 @@ inline T shuffle_as(Shuffle kind, uint32 mask, T value, int lane, const Place& p
 }
 
 template <typename T>
-float decode_as(uint16 bits) {
-  return to_float(T{bits});
-}
+constexpr bool is_brain = false;
+template <>
+constexpr bool is_brain<bf16> = true;
 
 }  // namespace host
 
@@ -238,7 +272,7 @@ THDCP_LDMATRIX(_trans, true)
 template <typename T>
 inline void mma_m16n8k16(float (&c)[4], const uint32 (&a)[4], uint32 b0, uint32 b1, THDCP_CALLER) {
   const uint32 b[2] = {b0, b1};
-  host::mma(c, a, b, host::decode_as<T>, {"mma_m16n8k16", file, line});
+  host::mma(c, a, b, host::is_brain<T>, {"mma_m16n8k16", file, line});
 }
 
 #undef THDCP_CALLER
