@@ -1,9 +1,9 @@
 """Run the CUDA kernels of `kernels_cu` on the CPU: for tests without a GPU, and to step through one in a debugger.
 
-Defines `HostModule`, a kernel source built by g++ against the shim in `kernels_cu/host`, and `HostKernel`, which launches
-on NumPy arrays. A fault that a GPU would leave to chance (a barrier that some threads miss, a lane that a mask does not
-name, a write past a shared array) is a `KernelError` that names the block, the thread and the line. Needs g++ and nothing
-else; imports without CuPy.
+Defines `HostModule`, a kernel source built by g++ against the shim in `kernels_cu/host`, and `HostKernel`, which
+launches on NumPy arrays. A fault that a GPU would leave to chance (a barrier that some threads miss, a lane that a mask
+does not name, a write past a shared array) is a `KernelError` that names the block, the thread and the line. Needs g++
+and nothing else; imports without CuPy.
 
     module = HostModule("partition")
     statistics = module.kernel("rank_rows")(grid=4, block=128, args=[offsets, rows, 7], schedule="random", seed=3)
@@ -135,7 +135,9 @@ class HostKernel:
         self.name = name
         self.max_threads = int(library[f"{name}_max_threads"]())
         self.parameters = tuple(_text(library, f"{name}_types").split(", "))
-        self._names = tuple(written.split()[-1].lstrip("*&") for written in _text(library, f"{name}_parameters").split(","))
+        self._names = tuple(
+            written.split()[-1].lstrip("*&") for written in _text(library, f"{name}_parameters").split(",")
+        )
         self._launch = library.thdcp_launch
 
     def __call__(
@@ -346,8 +348,9 @@ def _workshop() -> "tempfile.TemporaryDirectory[str]":
 
 def _unwritable(folder: Path, error: OSError) -> SpecError:
     return SpecError(
-        "file", f"{folder}: cannot keep built kernels there ({error.strerror}): name a folder that can be written with "
-        f"THDCP_CACHE="
+        "file",
+        f"{folder}: cannot keep built kernels there ({error.strerror}): name a folder that can be written with "
+        f"THDCP_CACHE=",
     )
 
 

@@ -18,8 +18,8 @@
 __thread ThdcpIndex threadIdx, blockIdx, blockDim, gridDim;
 
 #if defined(THDCP_TSAN)
-extern "C" void AnnotateIgnoreReadsAndWritesBegin(const char* file, int line);
-extern "C" void AnnotateIgnoreReadsAndWritesEnd(const char* file, int line);
+extern "C" void AnnotateIgnoreWritesBegin(const char* file, int line);
+extern "C" void AnnotateIgnoreWritesEnd(const char* file, int line);
 #endif
 
 namespace thdcp {
@@ -27,12 +27,12 @@ namespace host {
 
 Unwatched::Unwatched() {
 #if defined(THDCP_TSAN)
-  AnnotateIgnoreReadsAndWritesBegin(__FILE__, __LINE__);
+  AnnotateIgnoreWritesBegin(__FILE__, __LINE__);
 #endif
 }
 Unwatched::~Unwatched() {
 #if defined(THDCP_TSAN)
-  AnnotateIgnoreReadsAndWritesEnd(__FILE__, __LINE__);
+  AnnotateIgnoreWritesEnd(__FILE__, __LINE__);
 #endif
 }
 
@@ -146,9 +146,6 @@ bool Block::run(const ThdcpIndex& index) {
   }
   current = nullptr;
   running = nullptr;
-#if defined(THDCP_TSAN)
-  if (failed_) __tsan_acquire(this);  // The message is read by another thread than wrote it.
-#endif
   for (Thread& thread : threads_) discard(thread.fiber);
 #if defined(THDCP_ASAN)
   if (failed_) __asan_unpoison_memory_region(stacks_.start(), stacks_.bytes());
@@ -218,9 +215,7 @@ void Block::yield() {
 void Block::fail(const Place& place, const char* text) {
   message_ = "block " + described(block_) + " thread " + described(current->index) + ": " + described(place) + ": " + text;
   failed_ = true;
-#if defined(THDCP_TSAN)
-  __tsan_release(this);
-#endif
+  tell_launch();
   Thread* me = current;
   me->state = State::finished;
   for (;;) switch_fiber(me->fiber, scheduler_, false);
@@ -231,6 +226,13 @@ void Block::fault(const void* address) {
              formatted(": touched address %p, which is not mapped (past an array, or the stack overflowed)", address);
   failed_ = true;
   siglongjmp(escape_, 1);
+}
+
+// What a thread did is known behind the launch; not in the blocks that come after this one, which must not rely on it.
+void Block::tell_launch() {
+#if defined(THDCP_TSAN)
+  __tsan_release(&launch);
+#endif
 }
 
 // The running thread returned from the kernel.
@@ -249,6 +251,7 @@ void Block::finish() {
   me->state = State::finished;
   alive_--;
   exited_++;
+  tell_launch();
   switch_fiber(me->fiber, scheduler_, true);
 }
 

@@ -130,6 +130,7 @@ class Block {
  private:
   static void thread_entry();
   void finish();
+  void tell_launch();
   int choose();
   void make_ready(int thread);
   void release_barrier();

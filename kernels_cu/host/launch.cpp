@@ -14,6 +14,10 @@
 
 #include "host/block.h"
 
+#if defined(THDCP_TSAN)
+#include <sanitizer/tsan_interface.h>
+#endif
+
 namespace thdcp {
 namespace host {
 
@@ -119,6 +123,9 @@ static std::string run_grid(Launch& launch, void (*kernel)(void**), void** argum
     for (uint64_t i = 0; i < workers; i++) threads.emplace_back(work);
     for (std::thread& thread : threads) thread.join();
   }
+#if defined(THDCP_TSAN)
+  __tsan_acquire(&launch);  // The launch is over: all that it did comes before what the caller does next.
+#endif
   return message;
 }
 
