@@ -25,7 +25,8 @@ RULES = [
     ("barrier removed", r"(?<![\w_])barrier\(\);", ";"),
     ("warp barrier removed", r"warp_barrier\([^;]*\);", ";"),
     ("wait one group shorter", r"cp_async_wait<(\d+)>", lambda m: f"cp_async_wait<{int(m[1]) + 1}>"),
-    ("shuffle reads another lane", r"(shuffle\w*\(\w+, [^;]*?, )([^,;]+?)\)", r"\1(\2) + 1)"),
+    ("shuffle reads another lane", r"(shuffle_xor\(\w+, [^;]*?, )([^,;]+?)\)", r"\1(\2) * 2)"),
+    ("shuffle reads another lane", r"(shuffle(?:_up|_down)?\(\w+, [^;]*?, )([^,;]+?)\)", r"\1(\2) + 1)"),
     ("early return dropped", r"\bif \(([^;{]*)\) return;", r"if (false && (\1)) return;"),
     ("condition dropped", r"\bif \(([^;{]*?)\) (?=[\w\[\]+. ]+ [-+]?= )", r"if (true || (\1)) "),
 ]
@@ -33,10 +34,8 @@ RULES = [
 HARMLESS: dict[tuple[str, str], str] = {
     ("metadata", "if (lane_id() == 0) smallest[warp_id()] = value;"): "all are compared, in whatever place they stand",
     ("metadata", "for (int warp = 0; warp < kWarps; warp++) value = minimum(value, smallest[warp]);"): "the same",
-    (
-        "metadata",
-        "if (thread_id() == 0) cu_q[offsets] = cu_q_padded[offsets] = cu_kv[offsets] = 0;",
-    ): "all write the same",
+    ("metadata", "if (thread_id() > 0) return;"): "all threads write the same",
+    ("metadata", "if (thread_id() == 0) cu_q[offsets] = cu_q_padded[offsets] = cu_kv[offsets] = 0;"): "the same",
 }
 """(source, text of the line): why a change there is no fault."""
 
