@@ -77,8 +77,9 @@ static std::string described(const Place& place) {
   return formatted("%s at %s:%d", place.what, slash != nullptr ? slash + 1 : place.file, place.line);
 }
 
-static bool same_place(const Place& a, const Place& b) {
-  return a.line == b.line && strcmp(a.what, b.what) == 0 && strcmp(a.file, b.file) == 0;
+bool same_place(const Place& a, const Place& b) {
+  return a.line == b.line && (a.what == b.what || strcmp(a.what, b.what) == 0) &&
+         (a.file == b.file || strcmp(a.file, b.file) == 0);
 }
 
 Block::Block(Launch& launch_, void (*kernel)(void**), void** arguments)
@@ -113,14 +114,15 @@ bool Block::run(const ThdcpIndex& index) {
   memset(ready_, 0, sizeof ready_);
   for (Warp& warp : warps_) warp = Warp();
   shared_.acquire(2 * kSharedLimit);
-  char* stacks = stacks_.acquire(count * kStackBytes);
+  char* stacks = stacks_.acquire(count * kStackStride);
   running = this;
   adopt(scheduler_);
   for (int i = 0; i < count; i++) {
     Thread& thread = threads_[i];
-    thread.fiber.stack = stacks + i * kStackBytes + kPage;
-    thread.fiber.stack_bytes = kStackBytes - kPage;
-    if (stacks_.is_new()) mprotect(stacks + i * kStackBytes, kPage, PROT_NONE);  // An overflow faults.
+    // Tops of stacks that lie a power of two apart would share a few sets of the cache: hence the odd stride and the shift.
+    thread.fiber.stack = stacks + i * kStackStride + kPage;
+    thread.fiber.stack_bytes = kStackStride - kPage - size_t(i) * 9 % 64 * 64;
+    if (stacks_.is_new()) mprotect(stacks + i * kStackStride, kPage, PROT_NONE);  // An overflow faults.
     prepare(thread.fiber, thread_entry);
     const uint32_t x = uint32_t(i) % blockDim.x, rest = uint32_t(i) / blockDim.x;
     thread.index = {x, rest % blockDim.y, rest / blockDim.y};

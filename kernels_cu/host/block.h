@@ -27,7 +27,7 @@ enum class Schedule { in_order, reverse, random, priority };
 enum class Completion { eager, lazy, random };
 
 constexpr size_t kSharedLimit = 232448;  // 227 KB: what a block can have on sm_90 and sm_100.
-constexpr size_t kStackBytes = 256 * 1024;
+constexpr size_t kStackStride = 260 * 1024;  // A stack, and a page below it that faults.
 constexpr int kMaxThreads = 1024;
 
 // What a caller asks for and gets back; read and written by ctypes (cupy_backend/host.py).
@@ -163,6 +163,8 @@ class Block {
   std::string message_;
   sigjmp_buf escape_;
 };
+
+bool same_place(const Place& a, const Place& b);
 
 // The block that this OS thread runs.
 extern __thread Block* running;

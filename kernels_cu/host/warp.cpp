@@ -13,10 +13,6 @@
 namespace thdcp {
 namespace host {
 
-static bool same_place(const Place& a, const Place& b) {
-  return a.line == b.line && strcmp(a.what, b.what) == 0 && strcmp(a.file, b.file) == 0;
-}
-
 void Block::meet(uint32 mask, void* lane, void (*work)(Meeting&), const Place& place, bool orders_memory) {
   Unwatched unwatched;
   const int thread = id(current), my_lane = thread % kWarpSize;
