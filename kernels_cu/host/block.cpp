@@ -134,16 +134,9 @@ bool Block::run(const ThdcpIndex& index) {
   }
   if (sigsetjmp(escape_, 1) == 0) {
     while (alive_ > 0 && !failed_) {
-      const int next = choose();
-      if (next < 0) {
-        message_ = "block " + described(block_) + ": " + nobody_ready();
-        failed_ = true;
-        break;
-      }
-      current = &threads_[next];
-      threadIdx = current->index;
-      ready_[next / 64] &= ~(uint64_t(1) << next % 64);
-      switch_fiber(scheduler_, current->fiber, false);
+      if (dispatch(scheduler_, false)) continue;
+      message_ = "block " + described(block_) + ": " + nobody_ready();
+      failed_ = true;
     }
   }
   current = nullptr;
@@ -158,6 +151,19 @@ bool Block::run(const ThdcpIndex& index) {
 void Block::make_ready(int thread) {
   threads_[thread].state = State::ready;
   ready_[thread / 64] |= uint64_t(1) << thread % 64;
+}
+
+// Let the next thread run, from fiber to fiber; false when all wait. `last`: `from` has come to its end.
+bool Block::dispatch(Fiber& from, bool last) {
+  const int next = choose();
+  if (next < 0) return false;
+  Thread& thread = threads_[next];
+  ready_[next / 64] &= ~(uint64_t(1) << next % 64);
+  if (&thread.fiber == &from) return true;
+  current = &thread;
+  threadIdx = thread.index;
+  switch_fiber(from, thread.fiber, last);
+  return true;
 }
 
 // The next thread to run, or -1 when all wait.
@@ -199,7 +205,7 @@ void Block::wait(State state, const Place& place) {
     make_ready(id(me));
   else
     me->state = state;
-  switch_fiber(me->fiber, scheduler_, false);
+  if (!dispatch(me->fiber, false)) switch_fiber(me->fiber, scheduler_, false);
 }
 
 void Block::yield() {
@@ -254,7 +260,7 @@ void Block::finish() {
   alive_--;
   exited_++;
   tell_launch();
-  switch_fiber(me->fiber, scheduler_, true);
+  if (!dispatch(me->fiber, true)) switch_fiber(me->fiber, scheduler_, true);
 }
 
 void Block::barrier(const Place& place) {

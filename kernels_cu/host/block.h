@@ -131,6 +131,7 @@ class Block {
   static void thread_entry();
   void finish();
   void tell_launch();
+  bool dispatch(Fiber& from, bool last);
   int choose();
   void make_ready(int thread);
   void release_barrier();

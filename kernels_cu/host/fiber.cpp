@@ -125,8 +125,10 @@ void entered() {
   const void* stack;
   size_t bytes;
   __sanitizer_finish_switch_fiber(nullptr, &stack, &bytes);
-  left->stack = const_cast<char*>(static_cast<const char*>(stack));
-  left->stack_bytes = bytes;
+  if (left->stack == nullptr) {
+    left->stack = const_cast<char*>(static_cast<const char*>(stack));
+    left->stack_bytes = bytes;
+  }
 #endif
 }
 
