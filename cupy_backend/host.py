@@ -12,13 +12,11 @@ What a schedule and a completion are: `kernels_cu/host/block.h`.
 """
 
 import ctypes
-import hashlib
 import os
 import platform
 import shlex
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -28,6 +26,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from cupy_backend.cache import cache_folder, digest, workshop
 from refimpl.errors import SpecError
 
 Schedule = Literal["in_order", "reverse", "random", "priority"]
@@ -236,9 +235,6 @@ class HostModule:
 def build(source: str | Path, defines: tuple[str, ...] = (), variant: Variant = "plain") -> Path:
     """The shared library of a kernel source, built unless the cache has it.
 
-    The cache is keyed by a hash of everything that the library is made of. A library is built under another name and
-    then renamed, so that processes that build at once do not see each other's halves.
-
     Raises: see `HostModule`.
     """
     path = Path(source)
@@ -250,11 +246,11 @@ def build(source: str | Path, defines: tuple[str, ...] = (), variant: Variant = 
     flags = [f"-D{define}" for define in defines]
     headers = sorted([*path.parent.glob("*.cuh"), *SOURCES.glob("*.cuh"), *(SOURCES / "host").glob("*.h")])
     shim = _shim(compiler, variant)
-    key = _hash([*_fingerprint(compiler, variant), *flags, *shim], [path, *headers])
-    library = _cache_folder() / f"{path.stem}-{variant}-{key}.so"
+    key = digest([*_fingerprint(compiler, variant), *flags, *shim], [path, *headers])
+    library = cache_folder() / f"{path.stem}-{variant}-{key}.so"
     if not library.exists():
         kernel = [*_COMMON, *_KERNEL_FLAGS[variant], "-Wall", "-Wno-unknown-pragmas", *flags, f"-I{SOURCES}"]
-        with _workshop() as folder:
+        with workshop() as folder:
             _run([*compiler, *kernel, "-x", "c++", "-c", str(path), "-o", f"{folder}/kernel.o"], path.name)
             link = [*compiler, "-shared", "-pthread", "-Wl,-Bsymbolic", *_LINK_FLAGS[variant]]
             _run([*link, f"{folder}/kernel.o", *shim, "-o", f"{folder}/library.so"], path.name)
@@ -284,11 +280,11 @@ def _shim(compiler: tuple[str, ...], variant: Variant) -> list[str]:
     """The object files of the shim, never instrumented: a fiber switch is not what a sanitizer takes it for."""
     sources = [SOURCES / "host" / f"{name}.cpp" for name in SHIM]
     headers = [SOURCES / "primitives.cuh", *sorted((SOURCES / "host").glob("*.h"))]
-    key = _hash(_fingerprint(compiler, variant), [*sources, *headers])
-    objects = [_cache_folder() / f"{path.stem}-{variant}-{key}.o" for path in sources]
+    key = digest(_fingerprint(compiler, variant), [*sources, *headers])
+    objects = [cache_folder() / f"{path.stem}-{variant}-{key}.o" for path in sources]
     for path, result in zip(sources, objects, strict=True):
         if not result.exists():
-            with _workshop() as folder:
+            with workshop() as folder:
                 command = [*compiler, *_COMMON, "-O3", *_SHIM_FLAGS[variant], f"-I{SOURCES}", "-c", str(path)]
                 _run([*command, "-o", f"{folder}/shim.o"], path.name)
                 Path(folder, "shim.o").replace(result)
@@ -317,41 +313,6 @@ def _fingerprint(compiler: tuple[str, ...], variant: Variant) -> list[str]:
     """What a result depends on besides the sources."""
     flags = [*_COMMON, *_KERNEL_FLAGS[variant], *_SHIM_FLAGS[variant], *_LINK_FLAGS[variant]]
     return [*compiler, _compiler_version(compiler), platform.machine(), *flags]
-
-
-def _hash(words: Sequence[str], files: Sequence[Path]) -> str:
-    digest = hashlib.sha256("\0".join(words).encode())
-    for file in files:
-        content = file.read_bytes()
-        digest.update(f"\0{file.name}\0{len(content)}\0".encode() + content)
-    return digest.hexdigest()[:24]
-
-
-def _cache_folder() -> Path:
-    """Where libraries are kept: THDCP_CACHE, else a folder of the user's cache; made when it is not there."""
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    folder = Path(os.environ.get("THDCP_CACHE") or Path(base, "thdcp")).expanduser()
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise _unwritable(folder, error) from None
-    return folder
-
-
-def _workshop() -> "tempfile.TemporaryDirectory[str]":
-    """A folder to build in, on the file system of the cache."""
-    try:
-        return tempfile.TemporaryDirectory(prefix="build-", dir=_cache_folder())
-    except OSError as error:
-        raise _unwritable(_cache_folder(), error) from None
-
-
-def _unwritable(folder: Path, error: OSError) -> SpecError:
-    return SpecError(
-        "file",
-        f"{folder}: cannot keep built kernels there ({error.strerror}): name a folder that can be written with "
-        f"THDCP_CACHE=",
-    )
 
 
 def _run(command: Sequence[str], what: str) -> str:
