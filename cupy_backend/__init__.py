@@ -1,6 +1,5 @@
-"""The CuPy backend of thdcp: not implemented yet.
+"""The CuPy backend of thdcp, with the signatures of `refimpl`: under construction.
 
-This package will hold the same functions as `refimpl`, with the same signatures, run by the CUDA kernels in
-`kernels_cu` and by NCCL. It will import `refimpl`, never the other way round. Until then it defines nothing,
-and `make gpu-check` fails and says so.
+What is there: `host` runs the CUDA kernels of `kernels_cu` on the CPU. This package imports `refimpl`, never the other
+way round, and CuPy only where a GPU is used.
 """
