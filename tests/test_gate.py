@@ -9,8 +9,12 @@ from cupy_backend.host import SOURCES, KernelError
 
 
 @pytest.fixture(scope="module")
-def rows():
-    pytest.importorskip("nvidia.cuda_nvrtc", reason="needs the extra nvrtc")
+def nvrtc(require):
+    return require("nvidia.cuda_nvrtc")
+
+
+@pytest.fixture(scope="module")
+def rows(nvrtc):
     return [row for source in gate.sources() for row in gate.measure(source)]
 
 
@@ -55,8 +59,8 @@ ptxas info    : Used 16 registers, used 0 barriers, 380 bytes cmem[0]
     ]
 
 
+@pytest.mark.usefixtures("nvrtc")
 def test_a_kernel_that_spills_is_seen(tmp_path):
-    pytest.importorskip("nvidia.cuda_nvrtc", reason="needs the extra nvrtc")
     source = tmp_path / "spills.cu"
     source.write_text(
         '#include "primitives.cuh"\nusing namespace thdcp;\n// build: COUNT=8\n// build: COUNT=96\n'
@@ -68,8 +72,8 @@ def test_a_kernel_that_spills_is_seen(tmp_path):
     assert spilled == {"COUNT=8": False, "COUNT=96": True}
 
 
+@pytest.mark.usefixtures("nvrtc")
 def test_a_source_that_does_not_compile(tmp_path):
-    pytest.importorskip("nvidia.cuda_nvrtc", reason="needs the extra nvrtc")
     source = tmp_path / "broken.cu"
     source.write_text('#include "primitives.cuh"\nTHDCP_KERNEL(broken, 32, 1, int* x) { x[0] = absent; }\n')
     with pytest.raises(
@@ -78,8 +82,8 @@ def test_a_source_that_does_not_compile(tmp_path):
         gate.compile_source(source, "sm_80")
 
 
+@pytest.mark.usefixtures("nvrtc")
 def test_the_primitives_used_by_tests_alone_compile_too():
-    pytest.importorskip("nvidia.cuda_nvrtc", reason="needs the extra nvrtc")
     for source in (SOURCES.parent / "tests" / "kernels").glob("primitives.cu"):
         for architecture in gate.ARCHITECTURES:
             code, _ = gate.compile_source(source, architecture)
