@@ -222,9 +222,8 @@ class _Task:
         return int(self.last[-1])
 
     def rows(self, block: slice) -> tuple[IntArray, IntArray]:
-        """Where the block's queries start in each document, and how many of them it has; the row is its own if none."""
-        starts = self.q_starts + np.minimum(block.start, self.q_counts - 1)
-        return starts, np.clip(self.q_counts - block.start, 0, block.stop - block.start)
+        """Where the block's queries start in each document, and how many of them it has."""
+        return self.q_starts + block.start, np.clip(self.q_counts - block.start, 0, block.stop - block.start)
 
 
 def _tasks(step: StepMetadata, mask: AttentionMask, kv_heads: int, group: int) -> list[_Task]:
@@ -480,16 +479,11 @@ def _gather(x: Array, starts: IntArray, counts: IntArray, heads: slice, into: Ar
     Zeros fill what is left of a length. This alone reads inputs, and only rows of queries that see a key and of keys
     that are seen. [A5]
     """
-    documents = _by_document(into, len(starts), x)
-    if len(starts) == 1:
-        start, count = int(starts[0]), int(counts[0])
-        documents[0, :, :count] = x[start : start + count, heads].swapaxes(0, 1)
-        documents[0, :, count:] = 0
-        return into
-    within = np.arange(documents.shape[2])
-    rows = starts[:, None] + np.minimum(within, np.maximum(counts[:, None] - 1, 0))  # the last again, then zeros
-    documents[...] = x[rows, heads].swapaxes(1, 2)
-    documents.swapaxes(1, 2)[within >= counts[:, None]] = 0
+    for document, start, count in zip(
+        _by_document(into, len(starts), x), starts.tolist(), counts.tolist(), strict=True
+    ):
+        document[:, :count] = x[start : start + count, heads].swapaxes(0, 1)
+        document[:, count:] = 0
     return into
 
 
@@ -506,12 +500,8 @@ def _gather_keys(task: _Task, scale: float, scratch: _Scratch, k: Array, v: Arra
 def _scatter(block: Array, into: Array, starts: IntArray, counts: IntArray, heads: slice) -> None:
     """The inverse of `_gather`: write block [batch, length * group, D] to rows of `into` [rows, Hkv, group, D]."""
     documents = _by_document(block, len(starts), into)
-    if len(starts) == 1:
-        start, count = int(starts[0]), int(counts[0])
-        into[start : start + count, heads] = documents[0, :, :count].swapaxes(0, 1)
-        return
-    document, row = np.nonzero(np.arange(documents.shape[2]) < counts[:, None])
-    into[starts[document] + row, heads] = documents[document, :, row]
+    for document, start, count in zip(documents, starts.tolist(), counts.tolist(), strict=True):
+        into[start : start + count, heads] = document[:, :count].swapaxes(0, 1)
 
 
 def _by_document(block: Array, documents: int, x: Array) -> Array:
