@@ -12,10 +12,10 @@ import pytest
 from refimpl import AttentionMask, PackedLayout, Policy, tiled
 from refimpl.attention import attention_backward, attention_forward
 from refimpl.cli import main
-from refimpl.conformance import capture_sample
-from refimpl.conformance.capture import check_capture
-from refimpl.conformance.capture_file import read_capture
-from refimpl.conformance.capture_rows import Source, key_rows
+from refimpl.conformance.capture import sample as capture_sample
+from refimpl.conformance.capture.check import check_capture
+from refimpl.conformance.capture.file import read_capture
+from refimpl.conformance.capture.rows import Source, key_rows
 from refimpl.conformance.yardstick import ROUNDING
 from tests.captures import PADDED, Step, save_npz, save_torch, step
 
@@ -259,7 +259,7 @@ def test_a_sample_says_what_it_is(tmp_path, monkeypatch, left_out):
 @pytest.mark.clause("V12")
 @pytest.mark.parametrize("dtype", ["float64", "float16"])
 def test_full_by_tiles_agrees_with_full_by_rows(tmp_path, monkeypatch, dtype):
-    from refimpl.conformance import capture
+    from refimpl.conformance.capture import check as capture
 
     monkeypatch.setattr(capture_sample.sample_rows, "__defaults__", (100, 1 << 28))
     monkeypatch.setattr(capture, "FULL_SCORES", 0)

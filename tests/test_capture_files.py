@@ -13,10 +13,10 @@ import pytest
 from support import refused
 
 from refimpl.cli import main
-from refimpl.conformance import capture_file
-from refimpl.conformance.capture import check_capture
-from refimpl.conformance.capture_file import read_capture
-from refimpl.conformance.safetensors_file import read_safetensors, safetensors_entries
+from refimpl.conformance.capture import file as capture_file
+from refimpl.conformance.capture.check import check_capture
+from refimpl.conformance.capture.file import read_capture
+from refimpl.conformance.capture.safetensors_file import read_safetensors, safetensors_entries
 from refimpl.lse import lse_to
 from tests.captures import NAMES, safetensors_bytes, save_npz, step
 

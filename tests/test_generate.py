@@ -10,8 +10,8 @@ from refimpl import tolerance
 from refimpl.conformance import form, generate, vectors, witness, yardstick
 from refimpl.conformance.cases import Case
 from refimpl.conformance.catalogue import CASES
+from refimpl.conformance.faults.mutant import mutant
 from refimpl.conformance.implementation import REFERENCE
-from refimpl.conformance.mutant import mutant
 from refimpl.errors import SpecError
 from tests import witness as third
 from tests.support import refused

@@ -9,9 +9,9 @@ from random_cases import Layouts
 
 from refimpl.conformance import margins, vectors
 from refimpl.conformance.cases import Case, Expected, Vector
+from refimpl.conformance.faults.mutant import KINDS, Mutant, mutant
 from refimpl.conformance.implementation import REFERENCE, Implementation, answer
 from refimpl.conformance.judge import Difference, differences
-from refimpl.conformance.mutant import KINDS, Mutant, mutant
 from refimpl.conformance.mutants import BY_NAME, MUTANTS, excess, failing, margin, touches
 from refimpl.errors import SpecError
 

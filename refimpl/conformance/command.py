@@ -201,7 +201,7 @@ def _end(error: SpecError) -> None:
 
 
 def _check_capture(paths: Sequence[Path], full: bool, report: Path | None) -> int:
-    from refimpl.conformance.capture import check_capture
+    from refimpl.conformance.capture.check import check_capture
 
     errors = Console(stderr=True)
     columns = (TextColumn("checking"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())

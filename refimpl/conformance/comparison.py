@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from refimpl.conformance.cases import PER_RANK, Case, Expected, base_name
+from refimpl.conformance.faults.mutant import Mutant
 from refimpl.conformance.implementation import answer
 from refimpl.conformance.judge import TOKEN_AXIS, exact_rows
-from refimpl.conformance.mutant import Mutant
 from refimpl.conformance.mutants import touches
 from refimpl.errors import SpecError
 from refimpl.layout import IntArray

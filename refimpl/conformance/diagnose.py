@@ -26,7 +26,7 @@ from refimpl.conformance.comparison import (
     replay,
     tolerance,
 )
-from refimpl.conformance.mutant import Mutant
+from refimpl.conformance.faults.mutant import Mutant
 from refimpl.conformance.mutants import MUTANTS
 from refimpl.conformance.observation import Observation, observe, only_rank, rows_in_buffer, wrong_arrays
 from refimpl.partition import Policy

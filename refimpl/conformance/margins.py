@@ -17,7 +17,7 @@ import numpy as np
 
 from refimpl.conformance import vectors
 from refimpl.conformance.cases import Vector
-from refimpl.conformance.mutant import Mutant
+from refimpl.conformance.faults.mutant import Mutant
 from refimpl.conformance.mutants import LEAST_MARGIN, MUTANTS, margin
 from refimpl.errors import SpecError
 

@@ -1,7 +1,7 @@
 """Deliberately wrong implementations, each modelled on a fault that frameworks have shipped or nearly did.
 
 Defines `MUTANTS`; `failing`, whether a mutant gives a wrong answer to a case; and `margin`, by how much. The faults
-themselves are in the modules `faults_in_...`, by kind. How firmly the vectors kill each of them is told by
+themselves are in the modules of `faults`, by kind. How firmly the vectors kill each of them is told by
 `python -m refimpl.conformance.margins`.
 """
 
@@ -9,37 +9,37 @@ from functools import lru_cache
 
 import numpy as np
 
-from refimpl.conformance import (
-    faults_in_collectives,
-    faults_in_gradients,
-    faults_in_labels,
-    faults_in_lse,
-    faults_in_masks,
-    faults_in_offsets,
-    faults_in_ownership,
-    faults_in_padding,
-    faults_in_refusals,
-    faults_in_scores,
-    faults_in_zeros,
-)
 from refimpl.conformance.cases import Case, Expected
+from refimpl.conformance.faults import (
+    collectives,
+    gradients,
+    labels,
+    lse,
+    masks,
+    offsets,
+    ownership,
+    padding,
+    refusals,
+    scores,
+    zeros,
+)
+from refimpl.conformance.faults.mutant import Mutant
 from refimpl.conformance.implementation import answer, pieces_used
 from refimpl.conformance.judge import Difference, differences
-from refimpl.conformance.mutant import Mutant
 from refimpl.errors import SpecError
 
 MUTANTS: tuple[Mutant, ...] = (
-    *faults_in_zeros.MUTANTS,
-    *faults_in_masks.MUTANTS,
-    *faults_in_padding.MUTANTS,
-    *faults_in_ownership.MUTANTS,
-    *faults_in_offsets.MUTANTS,
-    *faults_in_labels.MUTANTS,
-    *faults_in_refusals.MUTANTS,
-    *faults_in_scores.MUTANTS,
-    *faults_in_lse.MUTANTS,
-    *faults_in_gradients.MUTANTS,
-    *faults_in_collectives.MUTANTS,
+    *zeros.MUTANTS,
+    *masks.MUTANTS,
+    *padding.MUTANTS,
+    *ownership.MUTANTS,
+    *offsets.MUTANTS,
+    *labels.MUTANTS,
+    *refusals.MUTANTS,
+    *scores.MUTANTS,
+    *lse.MUTANTS,
+    *gradients.MUTANTS,
+    *collectives.MUTANTS,
 )
 """Every mutant, in the order in which a diagnosis prefers them where they predict the same numbers."""
 

@@ -1,7 +1,7 @@
 """Reading files that may be broken or hostile: JSON and npz, in bounded memory, executing nothing.
 
-Defines `read_json`, `read_npz`, `npz_entries` and `inside`; safetensors are read by `safetensors_file`. Every size
-that a file declares is checked against what is really there, and against a limit, before anything of that size is
+Defines `read_json`, `read_npz`, `npz_entries` and `inside`; safetensors are read by `capture.safetensors_file`. Every
+size that a file declares is checked against what is really there, and against a limit, before anything of that size is
 allocated. Objects (pickles) are never loaded. Whatever is wrong is one SpecError `file` that names the file, the fault
 and the mend.
 """

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from refimpl.conformance.capture_file import Capture
+from refimpl.conformance.capture.file import Capture
 from refimpl.conformance.yardstick import ROUNDING
 from refimpl.layout import IntArray, PackedLayout
 from refimpl.mask import AttentionMask

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from refimpl.conformance.cases import Case
-from refimpl.conformance.faults_in_masks import also_of_whole_buffer
+from refimpl.conformance.faults.masks import also_of_whole_buffer
+from refimpl.conformance.faults.mutant import Array, Bools, Mutant, Pieces, mutant, rows_of_rank
 from refimpl.conformance.implementation import step_visible
-from refimpl.conformance.mutant import Array, Bools, Mutant, Pieces, mutant, rows_of_rank
 from refimpl.layout import IntArray
 from refimpl.mask import AttentionMask
 from refimpl.metadata import StepMetadata

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from refimpl.conformance.capture_file import GRADIENTS, OUTPUTS, Capture
-from refimpl.conformance.capture_rows import query_rows
-from refimpl.conformance.capture_verdict import Looked, by_row, errors_of, wrong_of
+from refimpl.conformance.capture.file import GRADIENTS, OUTPUTS, Capture
+from refimpl.conformance.capture.rows import query_rows
+from refimpl.conformance.capture.verdict import Looked, by_row, errors_of, wrong_of
 from refimpl.conformance.cases import Case, Expected
 from refimpl.conformance.yardstick import named_dtype
 from refimpl.layout import IntArray

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import numpy as np
 
 from refimpl.conformance.cases import Case
+from refimpl.conformance.faults.mutant import Array, Bools, Mutant, Pieces, mutant
 from refimpl.conformance.implementation import softmax
-from refimpl.conformance.mutant import Array, Bools, Mutant, Pieces, mutant
 from refimpl.conformance.yardstick import to_bfloat16
 
 

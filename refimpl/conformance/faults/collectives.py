@@ -5,8 +5,8 @@ Defines `MUTANTS`. The functions above it are the wrong pieces; signatures are t
 
 import numpy as np
 
+from refimpl.conformance.faults.mutant import Array, Mutant, mutant
 from refimpl.conformance.implementation import once, rank_order
-from refimpl.conformance.mutant import Array, Mutant, mutant
 from refimpl.layout import PackedLayout
 from refimpl.partition import Policy, rank_order_is_sequence_order, step_windows, window_indices
 

@@ -1,7 +1,7 @@
 """`thdcp check --capture`: a verdict on every tensor that a real step gave.
 
 Defines `check_capture`. What is judged by rows: `out`, `lse` and dq of queries, dk and dv of keys. By default those
-rows that `capture_sample` chooses, each against all the rows that it sees, in float64; with `full` all of them. Looked
+rows that `sample` chooses, each against all the rows that it sees, in float64; with `full` all of them. Looked
 at in all rows, whatever the sample: that padding is written, and that nothing is NaN or infinite.
 """
 
@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from refimpl import tiled
-from refimpl.conformance.capture_file import GRADIENTS, Capture, read_capture
-from refimpl.conformance.capture_pattern import diagnosis_of, patterns
-from refimpl.conformance.capture_rows import Advance, Rows, Source, key_rows, query_rows, scores_of, seen_by
-from refimpl.conformance.capture_sample import Sample, sample_rows
-from refimpl.conformance.capture_verdict import Looked, by_row, errors_of, judge_tensor
+from refimpl.conformance.capture.file import GRADIENTS, Capture, read_capture
+from refimpl.conformance.capture.pattern import diagnosis_of, patterns
+from refimpl.conformance.capture.rows import Advance, Rows, Source, key_rows, query_rows, scores_of, seen_by
+from refimpl.conformance.capture.sample import Sample, sample_rows
+from refimpl.conformance.capture.verdict import Looked, by_row, errors_of, judge_tensor
 from refimpl.conformance.check import Checked, Result, note
 from refimpl.conformance.declaration import Declaration
 from refimpl.layout import IntArray

@@ -6,7 +6,7 @@ Defines `MUTANTS`. The functions above it are the wrong pieces; signatures are t
 import numpy as np
 
 from refimpl.conformance.cases import Case
-from refimpl.conformance.mutant import Array, Mutant, mutant, returned_as, rows_of_rank
+from refimpl.conformance.faults.mutant import Array, Mutant, mutant, returned_as, rows_of_rank
 
 
 def zeros(name: str, array: Array, case: Case, rank: int | None) -> Array:

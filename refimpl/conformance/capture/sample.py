@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from refimpl.conformance.capture_file import Capture
-from refimpl.conformance.capture_rows import scores_of, seen_by
+from refimpl.conformance.capture.file import Capture
+from refimpl.conformance.capture.rows import scores_of, seen_by
 from refimpl.layout import IntArray
 from refimpl.partition import step_windows
 

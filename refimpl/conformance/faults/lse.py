@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from refimpl.conformance.cases import Case
+from refimpl.conformance.faults.mutant import Array, Bools, Mutant, mutant, returned_as, rows_of_rank
 from refimpl.conformance.implementation import softmax
-from refimpl.conformance.mutant import Array, Bools, Mutant, mutant, returned_as, rows_of_rank
 from refimpl.lse import merge_partials
 
 

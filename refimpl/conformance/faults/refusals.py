@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from refimpl.conformance.mutant import Mutant, Pieces, mutant
+from refimpl.conformance.faults.mutant import Mutant, Pieces, mutant
 from refimpl.errors import SpecError
 from refimpl.layout import IntArray, PackedLayout, offsets_of
 from refimpl.mask import AttentionMask

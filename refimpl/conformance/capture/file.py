@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from refimpl.attention import checked_scale
-from refimpl.conformance.capture_settings import SETTINGS, Settings, as_settings, readable
+from refimpl.conformance.capture.safetensors_file import read_safetensors, safetensors_entries
+from refimpl.conformance.capture.settings import SETTINGS, Settings, as_settings, readable
 from refimpl.conformance.declaration import DTYPES
 from refimpl.conformance.reading import Entry, npz_entries, read_npz, refuse
-from refimpl.conformance.safetensors_file import read_safetensors, safetensors_entries
 from refimpl.conformance.yardstick import ROUNDING
 from refimpl.errors import SpecError
 from refimpl.layout import PackedLayout

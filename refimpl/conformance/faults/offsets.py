@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from refimpl.conformance.faults.mutant import Mutant, Pieces, mutant
 from refimpl.conformance.implementation import once
-from refimpl.conformance.mutant import Mutant, Pieces, mutant
 from refimpl.errors import SpecError
 from refimpl.layout import PackedLayout, offsets_of
 from refimpl.mask import AttentionMask

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from refimpl.conformance.faults.mutant import Array, Mutant, Pieces, mutant
 from refimpl.conformance.implementation import once, to_rank_order, to_sequence_order
-from refimpl.conformance.mutant import Array, Mutant, Pieces, mutant
 from refimpl.layout import IntArray, PackedLayout, offsets_of
 from refimpl.mask import AttentionMask
 from refimpl.metadata import RankMetadata, rank_metadata

@@ -5,7 +5,7 @@ Defines `MUTANTS`. The functions above it are the wrong pieces; signatures are t
 
 import numpy as np
 
-from refimpl.conformance.mutant import Array, Mutant, mutant
+from refimpl.conformance.faults.mutant import Array, Mutant, mutant
 from refimpl.layout import IntArray, PackedLayout
 from refimpl.partition import next_token_labels
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from refimpl.conformance.cases import Case
-from refimpl.conformance.faults_in_scores import bfloat16
-from refimpl.conformance.mutant import Array, Mutant, mutant, returned_as, rows_of_rank
+from refimpl.conformance.faults.mutant import Array, Mutant, mutant, returned_as, rows_of_rank
+from refimpl.conformance.faults.scores import bfloat16
 from refimpl.layout import IntArray
 from refimpl.mask import AttentionMask
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from refimpl.conformance.capture_file import Capture
+from refimpl.conformance.capture.file import Capture
 from refimpl.conformance.check import Result
 from refimpl.conformance.locate import Place
 from refimpl.conformance.yardstick import named_dtype

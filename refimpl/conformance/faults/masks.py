@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from refimpl.conformance.faults.mutant import Bools, Mutant, Pieces, mutant
 from refimpl.conformance.implementation import layout_visible, step_visible
-from refimpl.conformance.mutant import Bools, Mutant, Pieces, mutant
 from refimpl.layout import IntArray, PackedLayout, offsets_of
 from refimpl.mask import AttentionMask
 from refimpl.metadata import StepMetadata
