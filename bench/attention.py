@@ -15,7 +15,6 @@ PyTorch has no packed attention on a CPU, so it loops over the documents, as che
 import argparse
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -169,7 +168,8 @@ def measure_memory(tokens: int, heads: int, dim: int, documents: int, workers: i
     out, lse = tiled.attention_forward(q, k, v, layout, CAUSAL, workers=workers)
     results = tiled.attention_backward(dout, q, k, v, out, lse, layout, CAUSAL, workers=workers)
     arrays = sum(x.nbytes for x in (q, k, v, dout, out, lse, *results))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    with open("/proc/self/status") as status:  # ru_maxrss would count what the process was started from
+        peak = next(int(line.split()[1]) for line in status if line.startswith("VmHWM:")) / 1024
     print(f"{tokens} tokens, {documents} documents, {heads} heads, D {dim}, {workers} workers: ", end="")
     print(f"peak {peak:.0f} MiB, of which inputs and outputs {arrays / 2**20:.0f} MiB")
 

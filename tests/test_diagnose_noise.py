@@ -197,6 +197,7 @@ def test_noise_is_never_named():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.clause("V11")
 def test_much_noise_is_never_named():
     named, unnamed = named_in_noise(range(901, 913), trials=114)
