@@ -69,7 +69,7 @@ struct Step {
 struct Tile {
   int document;
   int64 row;
-  int64 offset;
+  int offset;
   int rows;
   int real;
 };
@@ -94,7 +94,7 @@ THDCP_DEVICE Tile tile_of(const int32* cu, const int32* padded, int documents, i
   Tile result;
   result.document = low;
   result.row = start + offset;
-  result.offset = offset;
+  result.offset = int(offset);
   result.rows = int(maximum(int64(0), minimum(int64(tile), end - start - offset)));
   result.real = int(maximum(int64(0), minimum(int64(result.rows), real - offset)));
   return result;
@@ -128,13 +128,13 @@ struct Document {
   int64 k_row;  // of the first key
   int queries;
   int keys;
-  int64 first_query;
+  int32 first_query;
   int64 left;
   int64 right;
 
   // The keys that query i sees: the visibility predicate, solved.
   THDCP_DEVICE Range keys_seen(int64 i) const {
-    const int64 position = first_query + i;
+    const int64 position = int64(first_query) + i;
     const int last = right < 0 ? keys : clipped(position + right + 1, keys);
     const int first = left < 0 ? 0 : clipped(position - left, keys);
     return {minimum(first, last), last};

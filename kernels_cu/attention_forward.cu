@@ -24,8 +24,8 @@
 //
 // build: DIM_QK=32 DIM_V=32 TILE_Q=128 TILE_K=64 STAGES=3
 // build: DIM_QK=64 DIM_V=64 TILE_Q=128 TILE_K=64 STAGES=3
-// build: DIM_QK=96 DIM_V=96 TILE_Q=128 TILE_K=64 STAGES=2
-// build: DIM_QK=128 DIM_V=128 TILE_Q=128 TILE_K=64 STAGES=2
+// build: DIM_QK=96 DIM_V=96 TILE_Q=128 TILE_K=32 STAGES=3
+// build: DIM_QK=128 DIM_V=128 TILE_Q=128 TILE_K=32 STAGES=3
 // build: DIM_QK=192 DIM_V=128 TILE_Q=64 TILE_K=64 STAGES=2
 // build: DIM_QK=192 DIM_V=192 TILE_Q=64 TILE_K=64 STAGES=2
 // build: DIM_QK=256 DIM_V=256 TILE_Q=64 TILE_K=32 STAGES=2
@@ -90,7 +90,7 @@ THDCP_DEVICE void score_tile(float (&scores)[kBlocks16][kTileK / 8][4], const T*
 
 // -inf where a row does not see the key. `first_row` is the number in the document of the warp's first row, `first_key` that
 // of the tile's first key.
-THDCP_DEVICE void mask_tile(float (&scores)[kBlocks16][kTileK / 8][4], const Document& document, int64 first_row,
+THDCP_DEVICE void mask_tile(float (&scores)[kBlocks16][kTileK / 8][4], const Document& document, int first_row,
                             int first_key) {
 #pragma unroll
   for (int b = 0; b < kBlocks16; b++)
@@ -213,21 +213,25 @@ THDCP_DEVICE void attention_forward(const T* q, const T* k, const T* v, const St
   const uint32 keep = scale == 0.f ? 0 : 0xffffffffu, flip = scale < 0.f ? 0x80008000u : 0;
 
   const Range keys = tile.real > 0 ? document.keys_of_any(tile.offset, tile.real) : Range{0, 0};
-  const int tiles = (keys.last - keys.first + kTileK - 1) / kTileK;
   const int warp_real = minimum(kWarpRows, tile.real - warp_row);  // 0 or less for a warp of padding
-  const int64 first_row = tile.offset + warp_row;
+  const int first_row = tile.offset + warp_row;
   const Range some = warp_real > 0 ? document.keys_of_any(first_row, warp_real) : Range{0, 0};
   const Range all = warp_real > 0 ? document.keys_of_all(first_row, warp_real) : Range{0, 0};
 
-  const T* k_head = k + step.at_k(document.k_row, head_kv);
-  const T* v_head = v + step.at_v(document.k_row, head_kv);
-  const int64 stride_k = int64(step.heads_kv) * step.dim_qk, stride_v = int64(step.heads_kv) * step.dim_v;
-  const auto load_keys = [&](int t) {
-    const int first = keys.first + t * kTileK, count = keys.last - first, stage = t % kStages;
-    load_tile<kTileK, kDimQk, kThreads>(k_tiles + stage * kTileK * kDimQk, k_head + first * stride_k, stride_k, count,
-                                        step.dim_qk);
-    load_tile<kTileK, kDimV, kThreads>(v_tiles + stage * kTileK * kDimV, v_head + first * stride_v, stride_v, count,
-                                       step.dim_v);
+  // Inside a tile 32 bits reach every element. A group is committed for every tile, also behind the last, so that the same
+  // number is always in flight.
+  const int stride_k = step.heads_kv * step.dim_qk, stride_v = step.heads_kv * step.dim_v;
+  int next = keys.first;
+  const auto load_keys = [&](int stage) {
+    if (next < keys.last) {
+      const int64 row = document.k_row + next;
+      load_tile<kTileK, kDimQk, kThreads>(k_tiles + stage * kTileK * kDimQk, k + step.at_k(row, head_kv), stride_k,
+                                          keys.last - next, step.dim_qk);
+      load_tile<kTileK, kDimV, kThreads>(v_tiles + stage * kTileK * kDimV, v + step.at_v(row, head_kv), stride_v,
+                                         keys.last - next, step.dim_v);
+      next += kTileK;
+    }
+    cp_async_commit();
   };
 
   Rows rows;
@@ -241,27 +245,24 @@ THDCP_DEVICE void attention_forward(const T* q, const T* k, const T* v, const St
       for (int i = 0; i < 4; i++) rows.out[b][n][i] = 0;
   }
 
-  if (tiles > 0)
-    load_tile<kTileQ, kDimQk, kThreads>(q_tile, q + step.at_q(tile.row, head), int64(step.heads_q) * step.dim_qk,
-                                        tile.real, step.dim_qk);
+  if (!keys.empty())
+    load_tile<kTileQ, kDimQk, kThreads>(q_tile, q + step.at_q(tile.row, head), step.heads_q * step.dim_qk, tile.real,
+                                        step.dim_qk);
 #pragma unroll
-  for (int t = 0; t < kStages - 1; t++) {
-    if (t < tiles) load_keys(t);
-    cp_async_commit();  // Also when empty, so that the same number of groups is always in flight.
-  }
-  for (int t = 0; t < tiles; t++) {
+  for (int stage = 0; stage < kStages - 1; stage++) load_keys(stage);
+  int stage = 0;
+  for (int first = keys.first; first < keys.last; first += kTileK) {
     cp_async_wait<kStages - 2>();
     barrier();  // Everyone's copies for this tile are there; nobody reads the tile before it any more.
-    if (t + kStages - 1 < tiles) load_keys(t + kStages - 1);
-    cp_async_commit();
-    const int first = keys.first + t * kTileK, last = first + kTileK;
-    if (last <= some.first || first >= some.last) continue;
-    const int stage = t % kStages;
-    float scores[kBlocks16][kTileK / 8][4];
-    score_tile(scores, q_tile, k_tiles + stage * kTileK * kDimQk, warp_row, keep, flip);
-    if (first < all.first || last > all.last) mask_tile(scores, document, first_row, first);
-    softmax_tile(scores, rows, c);
-    add_values(rows, scores, v_tiles + stage * kTileK * kDimV);
+    load_keys(stage == 0 ? kStages - 1 : stage - 1);
+    if (first < some.last && first + kTileK > some.first) {
+      float scores[kBlocks16][kTileK / 8][4];
+      score_tile(scores, q_tile, k_tiles + stage * kTileK * kDimQk, warp_row, keep, flip);
+      if (first < all.first || first + kTileK > all.last) mask_tile(scores, document, first_row, first);
+      softmax_tile(scores, rows, c);
+      add_values(rows, scores, v_tiles + stage * kTileK * kDimV);
+    }
+    stage = stage == kStages - 1 ? 0 : stage + 1;
   }
   warp_barrier();  // The warp's lanes are done with its part of q.
   write_rows(step, document, tile, rows, head, warp_row, c, q_tile + warp_row * kDimQk, out, lse);

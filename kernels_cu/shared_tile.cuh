@@ -36,34 +36,44 @@ THDCP_DEVICE int swizzled(int row, int column) {
 // Fill a tile by asynchronous copies of `kThreads` threads; the caller commits and waits. Row r comes from `source + r * stride`;
 // rows from `rows` on and columns from `columns` (a multiple of 8) on become 0 and are never read.
 template <int kRows, int kColumns, int kThreads, typename T>
-THDCP_DEVICE void load_tile(T* tile, const T* source, int64 stride, int rows, int columns) {
+THDCP_DEVICE void load_tile(T* tile, const T* source, int stride, int rows, int columns) {
   static_assert(sizeof(T) == 2, "a chunk is eight elements");
   constexpr int kChunks = kColumns / 8;
+  // Not unrolled: the addresses of all copies at once would fill registers that the sums need.
 #pragma unroll 1
-  for (int first = 0; first < kRows * kChunks; first += kThreads) {
-    const int i = first + thread_id(), row = i / kChunks, column = i % kChunks * 8;
-    if (kRows * kChunks % kThreads != 0 && i >= kRows * kChunks) break;
+  for (int i = thread_id(); i < kRows * kChunks; i += kThreads) {
+    const int row = i / kChunks, column = i % kChunks * 8;
     const bool exists = row < rows && column < columns;
     cp_async_16(tile + swizzled<kColumns>(row, column), exists ? source + row * stride + column : source, exists);
   }
+}
+
+// Where a lane points ldmatrix: element (row + lane_row, column + lane_column) of a tile, row a multiple of 8 and column of 16,
+// lane_column 0 or 8. The same as swizzled(), split into what a lane keeps and what is a constant.
+template <int kColumns>
+THDCP_DEVICE int fragment_at(int row, int column, int lane_row, int lane_column) {
+  constexpr int kTurned = kColumns % 64 == 0 ? 56 : 24;  // the bits of a column that the exclusive or changes
+  const int turn = kColumns % 64 == 0 ? lane_row % 8 * 8 : lane_row / 2 % 4 * 8;
+  const int kept = lane_row * kColumns + (turn ^ lane_column);
+  return (kept ^ (column & kTurned)) + row * kColumns + (column & ~kTurned);
 }
 
 // The fragments at (row, column) of a tile: a [16, 16]; b of 16 n and 16 k, as two products take them, b[0] b[1] and b[2] b[3].
 template <int kColumns, typename T>
 THDCP_DEVICE void load_a(uint32 (&a)[4], const T* tile, int row, int column) {
   const int lane = lane_id();
-  ldmatrix_x4(a[0], a[1], a[2], a[3], tile + swizzled<kColumns>(row + lane % 16, column + lane / 16 * 8));
+  ldmatrix_x4(a[0], a[1], a[2], a[3], tile + fragment_at<kColumns>(row, column, lane % 16, lane / 16 * 8));
 }
 template <int kColumns, typename T>
 THDCP_DEVICE void load_b_rows_n(uint32 (&b)[4], const T* tile, int row, int column) {
   const int lane = lane_id();
   ldmatrix_x4(b[0], b[1], b[2], b[3],
-              tile + swizzled<kColumns>(row + lane % 8 + lane / 16 * 8, column + lane / 8 % 2 * 8));
+              tile + fragment_at<kColumns>(row, column, lane % 8 + lane / 16 * 8, lane / 8 % 2 * 8));
 }
 template <int kColumns, typename T>
 THDCP_DEVICE void load_b_rows_k(uint32 (&b)[4], const T* tile, int row, int column) {
   const int lane = lane_id();
-  ldmatrix_x4_trans(b[0], b[1], b[2], b[3], tile + swizzled<kColumns>(row + lane % 16, column + lane / 16 * 8));
+  ldmatrix_x4_trans(b[0], b[1], b[2], b[3], tile + fragment_at<kColumns>(row, column, lane % 16, lane / 16 * 8));
 }
 
 }  // namespace thdcp
