@@ -106,8 +106,8 @@ class NcclCollectives:
     def __init__(self, comm: Any = None, device_id: int | None = None, timeout: float = TIMEOUT_SECONDS) -> None:
         self._mpi = MpiCollectives(comm, timeout)
         self.rank, self.size = self._mpi.rank, self._mpi.size
-        local_rank = self._local_rank(comm)
-        chosen, place = self._attempt(lambda: _place(local_rank if device_id is None else device_id))
+        own = local_rank(comm) if device_id is None else device_id
+        chosen, place = self._attempt(lambda: _place(own))
         self._refuse_shared_gpus(place, chosen)
         self._cupy = import_cupy()
         self._nccl = self._cupy.cuda.nccl
@@ -208,14 +208,6 @@ class NcclCollectives:
 
         return wait
 
-    def _local_rank(self, comm: Any) -> int:
-        from mpi4py import MPI
-
-        node = (MPI.COMM_WORLD if comm is None else comm).Split_type(MPI.COMM_TYPE_SHARED)
-        rank = int(node.Get_rank())
-        node.Free()
-        return rank
-
     def _attempt(self, action: Callable[[], Any]) -> Any:
         """What `action` returns, if it succeeds on every rank; else all raise the refusal of the first. [C3]"""
         refusal: SpecError | None = None
@@ -303,6 +295,19 @@ class _Watch:
             if error is not None:
                 self._fail(error)
                 return
+
+
+def local_rank(comm: Any = None) -> int:
+    """This rank's number among the ranks of its machine, by MPI's shared-memory split: a launcher's variables may lie.
+
+    Collective over `comm`; None: MPI.COMM_WORLD. MPI must be initialised.
+    """
+    from mpi4py import MPI
+
+    node = (MPI.COMM_WORLD if comm is None else comm).Split_type(MPI.COMM_TYPE_SHARED)
+    rank = int(node.Get_rank())
+    node.Free()
+    return rank
 
 
 def _place(device_id: int) -> tuple[int, str]:

@@ -42,13 +42,12 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 def kernels(device: Device | None = None) -> Parts:
     """The backend's pieces for arrays of a device; None: the device that the arrays lie on."""
-    attention = import_module("cupy_backend.attention")
 
     def forward(*args: Any) -> Any:
-        return attention.varlen_attention_forward(*args, device=device)
+        return import_module("cupy_backend.attention").varlen_attention_forward(*args, device=device)
 
     def backward(*args: Any) -> Any:
-        return attention.varlen_attention_backward(*args, device=device)
+        return import_module("cupy_backend.attention").varlen_attention_backward(*args, device=device)
 
     return Parts(rank_metadata, forward, backward)
 
@@ -117,8 +116,8 @@ def context_parallel_forward(
         q_slice = _heads(q, heads_q, place)
         for step, local in zip(exchange.steps, rows, strict=True):
             out_step, lse_step = pieces.varlen_attention_forward(local.of(q_slice), k_all, v_all, step, mask, scale)
-            local.put(out_step, out, heads_q)
-            lse[heads_q, local.index] = lse_step
+            local.put(_here(out_step, place), out, heads_q)
+            lse[heads_q, local.index] = _here(lse_step, place)
     saved = DeviceSaved(
         q, k, v, out, lse, layout, as_policy(policy), mask, scale, metadata, facts, head_slices, by_need, place
     )
@@ -165,9 +164,9 @@ def context_parallel_backward(
                 saved.mask,
                 saved.softmax_scale,
             )
-            local.put(dq_step, dq, heads_q)
-            dk_all += dk_step
-            dv_all += dv_step
+            local.put(_here(dq_step, place), dq, heads_q)
+            dk_all += _here(dk_step, place)
+            dv_all += _here(dv_step, place)
         dk[:, heads_kv] = exchange.reduce(dk_all).astype(k.dtype)
         dv[:, heads_kv] = exchange.reduce(dv_all).astype(v.dtype)
     return dq, dk, dv
@@ -372,6 +371,11 @@ def _sliced(exchange: _Gather | _Need, k: Array, v: Array, heads_q: int, slices:
 
 def _heads(x: Array, heads: slice, device: Device) -> Array:
     return x if heads.stop - heads.start == x.shape[1] else device.as_array(x[:, heads])
+
+
+def _here(x: Array, device: Device) -> Array:
+    """What a piece returned; a piece that stands in for a kernel may work with NumPy."""
+    return device.to_device(x) if isinstance(x, np.ndarray) else x
 
 
 def _stand_in(x: Array) -> Any:
