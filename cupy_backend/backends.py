@@ -15,7 +15,10 @@ from cupy_backend.device import CudaDevice, HostDevice, import_cupy
 from cupy_backend.metadata import rank_metadata
 from refimpl.collectives import Collectives, MpiCollectives, launched
 from refimpl.errors import SpecError
+from refimpl.layout import PackedLayout
+from refimpl.mask import AttentionMask
 from refimpl.metadata import RankMetadata
+from refimpl.partition import Policy
 from refimpl.verify import Backend
 
 
@@ -87,5 +90,7 @@ class _OwnGpu:
     def to_host(self, x: Any) -> NDArray[Any]:
         return self._device.to_host(x)
 
-    def rank_metadata(self, *args: Any) -> RankMetadata:
-        return rank_metadata(*args, device=self._device)
+    def rank_metadata(
+        self, layout: PackedLayout, policy: Policy | str, cp_size: int, cp_rank: int, mask: AttentionMask
+    ) -> RankMetadata:
+        return rank_metadata(layout, policy, cp_size, cp_rank, mask, self._device)

@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -110,12 +111,12 @@ class NcclCollectives:
         chosen, place = self._attempt(lambda: _place(own))
         self._refuse_shared_gpus(place, chosen)
         self._cupy = import_cupy()
-        self._nccl = self._cupy.cuda.nccl
+        self._nccl = import_module("cupy.cuda.nccl")
         self._cupy.cuda.Device(chosen).use()
         unique = self._attempt(lambda: self._nccl.get_unique_id() if self.rank == 0 else b"")
         unique = self._mpi.all_gather(np.frombuffer(bytes(unique).ljust(128, b"\0"), np.uint8))[0].tobytes()
         self._mpi.all_agree({})  # A barrier: every rank has the id, and begins at once.
-        self._comm = self._attempt(lambda: self._nccl.NcclCommunicator(self.size, unique, self.rank))
+        self._comm = self._connected(unique, timeout)
         self._stream = self._cupy.cuda.Stream(non_blocking=True)
         self._watch = _Watch(self._comm, self._cupy, timeout, self._fail)
 
@@ -217,9 +218,23 @@ class NcclCollectives:
         except SpecError as error:
             refusal = error
         except Exception as error:
-            refusal = SpecError("rank_failed", f"NCCL does not start: {type(error).__name__}: {_one_line(error)}")
+            refusal = _not_started(error)
         self._mpi.all_agree({}, refusal)
         return result
+
+    def _connected(self, unique: bytes, timeout: float) -> Any:
+        """The communicator. It waits for all ranks, in C, so one that fails can tell the others only by ending them."""
+        late = SpecError("rank_failed", f"NCCL has not started after {timeout:g} s: a rank is missing")
+        timer = threading.Timer(timeout, self._fail, [late])
+        timer.daemon = True
+        timer.start()
+        try:
+            return self._nccl.NcclCommunicator(self.size, unique, self.rank)
+        except self._nccl.NcclError as error:
+            self._fail(_not_started(error))
+            raise
+        finally:
+            timer.cancel()
 
     def _refuse_shared_gpus(self, place: str, chosen: int) -> None:
         """Two ranks on one GPU would make NCCL fail, or hang, so say it first."""
@@ -314,11 +329,19 @@ def _place(device_id: int) -> tuple[int, str]:
     """A GPU of this machine, and a name for it that no other GPU of any machine has."""
     cupy = import_cupy()
     count = cupy.cuda.runtime.getDeviceCount()
-    if not cupy.cuda.nccl.available:
-        raise SpecError("missing_package", "CuPy has no NCCL: pip install 'thdcp[cupy]'")
+    try:
+        available = import_module("cupy.cuda.nccl").available
+    except ImportError as error:
+        raise SpecError("missing_package", f"NCCL is missing: pip install 'thdcp[cupy]' ({_one_line(error)})") from None
+    if not available:
+        raise SpecError("missing_package", "this CuPy was built without NCCL: pip install 'thdcp[cupy]'")
     chosen = device_id if device_id < count else device_id % count
     bus = cupy.cuda.runtime.deviceGetPCIBusId(chosen)
     return chosen, f"{os.uname().nodename} {bus}"
+
+
+def _not_started(error: BaseException) -> SpecError:
+    return SpecError("rank_failed", f"NCCL does not start: {type(error).__name__}: {_one_line(error)}")
 
 
 def _one_line(error: BaseException) -> str:
