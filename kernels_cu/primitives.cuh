@@ -153,11 +153,8 @@ THDCP_DEVICE void store16(void* address, const Vec16& v) {
   *static_cast<uint4*>(address) = make_uint4(v.words[0], v.words[1], v.words[2], v.words[3]);
 }
 
-THDCP_DEVICE uint32 shared_address(const void* pointer) {
-  uint32 address;
-  asm("{ .reg .u64 wide; cvta.to.shared.u64 wide, %1; cvt.u32.u64 %0, wide; }" : "=r"(address) : "l"(pointer));
-  return address;
-}
+// The compiler sees through this intrinsic, so that neighbours share one register and differ in an immediate.
+THDCP_DEVICE uint32 shared_address(const void* pointer) { return uint32(__cvta_generic_to_shared(pointer)); }
 
 THDCP_DEVICE void cp_async_16(void* shared, const void* global, bool predicate = true) {
   const uint32 bytes = predicate ? 16 : 0;

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,7 +30,7 @@ from refimpl.metadata import rank_metadata
 from refimpl.partition import Policy, as_policy, check_ranks
 from refimpl.report import prepare_folder, step_as_dict, table, write_reports
 from refimpl.tolerance import as_dtype
-from refimpl.verify import CaseResult, Plan, verify_rank
+from refimpl.verify import Backend, CaseResult, Plan, verify_rank
 
 Work = Callable[[MpiCollectives | None], int]
 
@@ -38,6 +39,15 @@ REFUSED = 2
 INTERRUPTED = 130
 UNREAD = 141  # as a shell has it for a program that wrote into a pipe that nobody reads
 DEFAULT_HEADS = ((2, 2), (4, 2), (2, 1))
+SMALL_HEADS = ((4, 2),)
+SMALL = (512, 200)
+"""Tokens, and the longest document, of the default batch for kernels on the CPU, which are slow there."""
+DEFAULT_DTYPES = {
+    "reference": "float64,float32,float16",
+    "host": "float32,bfloat16",
+    "cupy": "float32,bfloat16,float16",
+}
+BACKENDS = tuple(DEFAULT_DTYPES)
 TABLE_WIDTH = 140
 
 
@@ -128,9 +138,11 @@ def _policies(text: str) -> tuple[Policy, ...]:
     return tuple(dict.fromkeys(as_policy(part.strip()) for part in text.split(",")))
 
 
-def _head_layouts(heads: int | None, kv_heads: int | None) -> tuple[tuple[int, int], ...]:
+def _head_layouts(
+    heads: int | None, kv_heads: int | None, default: tuple[tuple[int, int], ...]
+) -> tuple[tuple[int, int], ...]:
     if heads is None and kv_heads is None:
-        return DEFAULT_HEADS
+        return default
     q_heads = heads or kv_heads or 1
     k_heads = kv_heads or q_heads
     if q_heads % k_heads:
@@ -146,7 +158,22 @@ def _masks(window: str | None, tokens: int) -> tuple[AttentionMask, ...]:
     return tuple(dict.fromkeys(masks))
 
 
+def _backend(name: str) -> Backend:
+    """The reference, or one of `cupy_backend.backends`: loaded by name, because refimpl rests on nothing above it."""
+    if name == "reference":
+        return Backend()
+    loaded: Backend = import_module("cupy_backend.backends").load(name)
+    return loaded
+
+
 @thdcp.command()
+@click.option(
+    "--backend",
+    type=click.Choice(BACKENDS),
+    default="reference",
+    show_default=True,
+    help="What is compared with the oracle: NumPy, the CUDA kernels run on the CPU (slow), or on a GPU.",
+)
 @click.option("--policy", default="all", show_default=True, help="all, environment, or policies separated by commas.")
 @click.option("--cp-size", type=int, help="Ranks in this process, 4 by default; under mpirun its ranks are used.")
 @click.option("--lengths", help="Document lengths: a JSON file, a list such as 100,200,0, or a set's name.")
@@ -155,20 +182,21 @@ def _masks(window: str | None, tokens: int) -> tuple[AttentionMask, ...]:
 )
 @click.option("--kv-heads", type=click.IntRange(1, 256), help="K/V heads; those of the queries by default.")
 @click.option("--head-dim", type=click.IntRange(1, 1024), default=32, show_default=True)
-@click.option("--dtype", default="float64,float32,float16", show_default=True, help="Also bfloat16, with ml_dtypes.")
+@click.option("--dtype", help="Separated by commas; float64,float32,float16 by default. bfloat16 needs ml_dtypes.")
 @click.option("--window", help="LEFT,RIGHT of the windowed masks; -1 is unlimited.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
 @click.option("--report", type=click.Path(path_type=Path), help="Folder for verify.json and verify.xml (JUnit).")
 @click.option("--inject", metavar="FAULT", help=f"Break one rank on purpose: {', '.join(FAULTS)}.")
 @click.option("--inject-rank", type=int, help="The rank to break; the last by default.")
 def verify(
+    backend: str,
     policy: str,
     cp_size: int | None,
     lengths: str | None,
     heads: int | None,
     kv_heads: int | None,
     head_dim: int,
-    dtype: str,
+    dtype: str | None,
     window: str | None,
     seed: int,
     report: Path | None,
@@ -187,25 +215,31 @@ def verify(
         raise SpecError("cp_size", f"--cp-size is {cp_size} but the launcher started {size} ranks")
     fault_rank = size - 1 if inject_rank is None else inject_rank
     check_ranks(size, fault_rank)
-    documents = default_lengths() if lengths is None else parse_lengths(lengths)
+    batch = SMALL if backend == "host" else ()
+    documents = default_lengths(*batch) if lengths is None else parse_lengths(lengths)
+    names = (DEFAULT_DTYPES[backend] if dtype is None else dtype).split(",")
     plan = Plan(
         lengths=tuple(documents),
         policies=_policies(policy),
         masks=_masks(window, max(documents)),
-        heads=_head_layouts(heads, kv_heads),
+        heads=_head_layouts(heads, kv_heads, SMALL_HEADS if backend == "host" else DEFAULT_HEADS),
         head_dim=head_dim,
-        dtypes=tuple(dict.fromkeys(as_dtype(name.strip()).name for name in dtype.split(","))),
+        dtypes=tuple(dict.fromkeys(as_dtype(name.strip()).name for name in names)),
         seed=seed,
         fault=inject,
         fault_rank=fault_rank,
+        backend=backend,
     )
     check_fault(inject, size)
+    if backend != "reference" and "float64" in plan.dtypes:
+        raise SpecError("dtype", f"--backend {backend} has no float64: its kernels take float32, float16, bfloat16")
+    implementation = _backend(backend)
     if report is not None:
         prepare_folder(report)
-    return lambda group: _verify(plan, size, group, report)
+    return lambda group: _verify(plan, size, group, report, implementation)
 
 
-def _verify(plan: Plan, size: int, group: MpiCollectives | None, report: Path | None) -> int:
+def _verify(plan: Plan, size: int, group: MpiCollectives | None, report: Path | None, backend: Backend) -> int:
     console = Console(file=sys.stdout)
     console = (
         console if console.is_terminal and console.width >= TABLE_WIDTH else Console(file=sys.stdout, width=TABLE_WIDTH)
@@ -216,7 +250,9 @@ def _verify(plan: Plan, size: int, group: MpiCollectives | None, report: Path | 
         f"heads {', '.join(f'{q}:{kv}' for q, kv in plan.heads)}, head_dim {plan.head_dim}, seed {plan.seed}"
         + (f"; FAULT {plan.fault}" if plan.fault else "")
     )
-    results = _with_progress(plan, size, group)
+    if backend.note:
+        console.print(backend.note)
+    results = _with_progress(plan, size, group, backend)
     for policy in plan.policies:
         console.print(table(results, policy))
     wrong = [result for result in results if not result.agrees]
@@ -228,7 +264,7 @@ def _verify(plan: Plan, size: int, group: MpiCollectives | None, report: Path | 
     return DISAGREES if wrong else 0
 
 
-def _with_progress(plan: Plan, size: int, group: MpiCollectives | None) -> list[CaseResult]:
+def _with_progress(plan: Plan, size: int, group: MpiCollectives | None, backend: Backend) -> list[CaseResult]:
     """Run the plan on the ranks there are, with a progress bar on the first rank's terminal."""
     columns = (TextColumn("verifying"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     errors = Console(stderr=True)
@@ -238,7 +274,7 @@ def _with_progress(plan: Plan, size: int, group: MpiCollectives | None) -> list[
 
         def rank(member: Collectives) -> list[CaseResult]:
             shown = (lambda _: progress.advance(task)) if member.rank == 0 else (lambda _: None)
-            return verify_rank(member, plan, on_result=shown)
+            return verify_rank(member, plan, on_result=shown, backend=backend)
 
         return rank(group) if group is not None else run_ranks(size, rank)[0]
 

@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
@@ -102,6 +102,12 @@ def _check_reducible(x: Array, size: int) -> None:
         raise SpecError("dtype", f"sums over ranks are taken in float32 or wider, not in {x.dtype}")
 
 
+def _check_received(got: Sequence[tuple[int, ...]], expected: Sequence[tuple[int, ...]]) -> None:
+    for r, (sent, wanted) in enumerate(zip(got, expected, strict=True)):
+        if sent != wanted:
+            raise SpecError("shape", f"all_to_all: rank {r} sent {list(sent)}, but {list(wanted)} was expected")
+
+
 def _sum_in_rank_order(parts: Array) -> Array:
     """A sum whose order, and so its last bit, does not depend on which rank arrives first."""
     total: Array = parts[0].copy()
@@ -164,6 +170,13 @@ class InProcessCollectives:
         _check_reducible(x, self.size)
         parts = self._meeting.exchange(self.rank, x.copy())
         return _sum_in_rank_order(np.stack([part[self.rank] for part in parts]))
+
+    def all_to_all(self, parts: Sequence[Array], shapes: Sequence[tuple[int, ...]]) -> list[Array]:
+        """Part r goes to rank r; what each rank sent here, whose shapes both sides know. For an exchange by need."""
+        rows = self._meeting.exchange(self.rank, [part.copy() for part in parts])
+        received = [row[self.rank] for row in rows]
+        _check_received([x.shape for x in received], shapes)
+        return received
 
     def all_agree(self, facts: Mapping[str, str], error: SpecError | None = None) -> None:
         """See Collectives. [C3]"""
@@ -243,6 +256,19 @@ class MpiCollectives:
         parts = np.empty_like(x)
         self._wait(self._comm.Ialltoall(self._bytes(x), self._bytes(parts)), "reduce_scatter_sum")
         return _sum_in_rank_order(parts)
+
+    def all_to_all(self, parts: Sequence[Array], shapes: Sequence[tuple[int, ...]]) -> list[Array]:
+        """Part r goes to rank r; what each rank sent here, whose shapes both sides know. For an exchange by need."""
+        dtype = parts[0].dtype
+        received = [np.empty(shape, dtype) for shape in shapes]
+        flat = np.concatenate([np.asarray(part, order="C").reshape(-1) for part in parts])
+        buffer = np.empty(sum(x.size for x in received), dtype)
+        counts = [[x.nbytes for x in arrays] for arrays in (parts, received)]
+        starts = [np.cumsum([0, *sizes[:-1]]).tolist() for sizes in counts]
+        sent, got = ([x.view(np.uint8), (counts[i], starts[i]), self._mpi.BYTE] for i, x in enumerate((flat, buffer)))
+        self._wait(self._comm.Ialltoallv(sent, got), "all_to_all")
+        ends = np.cumsum([x.size for x in received]).tolist()
+        return [buffer[end - x.size : end].reshape(x.shape) for x, end in zip(received, ends, strict=True)]
 
     def all_agree(self, facts: Mapping[str, str], error: SpecError | None = None) -> None:
         """See Collectives. [C3]"""

@@ -114,21 +114,10 @@ def context_parallel_forward(
     """
 
     def checked() -> tuple[Mapping[str, str], tuple[float, RankMetadata]]:
-        check_divisible(layout, policy, group.size)
-        rows = layout.total_tokens // group.size
-        scale = check_attention_inputs(q, k, v, rows, rows, softmax_scale)
-        check_same_dtype(q=q, k=k, v=v)
-        facts = {
-            "operation": "forward",
-            "policy": str(as_policy(policy)),
-            "layout": describe_layout(layout),
-            "mask": f"left {mask.left}, right {mask.right}",
-            "softmax_scale": repr(scale),
-            **{name: f"{x.dtype}{list(x.shape)}" for name, x in (("q", q), ("k", k), ("v", v))},
-        }
+        facts, scale = check_forward(q, k, v, layout, policy, group.size, mask, softmax_scale)
         return facts, (scale, parts.rank_metadata(layout, policy, group.size, group.rank, mask))
 
-    facts, (scale, metadata) = _agreed(group, checked)
+    facts, (scale, metadata) = agreed(group, checked)
     k_all = to_sequence_order(group.all_gather(k), layout, policy)
     v_all = to_sequence_order(group.all_gather(v), layout, policy)
     out = np.zeros((len(q), q.shape[1], v.shape[2]), q.dtype)
@@ -155,13 +144,7 @@ def context_parallel_backward(
 
     [B1] [B2] [B3] [B4] [C1] [C2] [C3] [C5] [N1]
     """
-
-    def checked() -> tuple[Mapping[str, str], None]:
-        check_dout(dout, saved.out.shape)
-        check_same_dtype(q=saved.q, dout=dout)
-        return {**saved.facts, "operation": "backward"}, None
-
-    _agreed(group, checked)
+    agreed(group, lambda: (check_backward(dout, saved), None))
     layout, policy = saved.layout, saved.policy
     k_all = to_sequence_order(group.all_gather(saved.k), layout, policy)
     v_all = to_sequence_order(group.all_gather(saved.v), layout, policy)
@@ -258,13 +241,16 @@ def check_same_dtype(**tensors: Any) -> None:
     """All tensors have one float dtype that a rank computes in; else SpecError `dtype`. [A8]"""
     (first_name, first), *others = tensors.items()
     for name, x in ((first_name, first), *others):
-        dtype = np.asarray(x).dtype
+        dtype = _dtype_of(x)
         if not is_float(dtype) or dtype.itemsize > 8:
             raise SpecError("dtype", f"{name} has dtype {dtype}: expected float16, bfloat16, float32 or float64")
-        if dtype != np.asarray(first).dtype:
-            raise SpecError(
-                "dtype", f"{name} is {dtype} but {first_name} is {np.asarray(first).dtype}: expected one dtype"
-            )
+        if dtype != _dtype_of(first):
+            raise SpecError("dtype", f"{name} is {dtype} but {first_name} is {_dtype_of(first)}: expected one dtype")
+
+
+def _dtype_of(x: Any) -> np.dtype[Any]:
+    """The dtype of an array, of NumPy or of a device."""
+    return np.dtype(x.dtype) if hasattr(x, "dtype") else np.asarray(x).dtype
 
 
 def check_dout(dout: Any, shape: tuple[int, ...]) -> None:
@@ -273,7 +259,40 @@ def check_dout(dout: Any, shape: tuple[int, ...]) -> None:
         raise SpecError("shape", f"dout has shape {list(np.shape(dout))}: expected {list(shape)}, that of out")
 
 
-def _agreed(
+def check_forward(
+    q: Any,
+    k: Any,
+    v: Any,
+    layout: PackedLayout,
+    policy: Policy | str,
+    cp_size: int,
+    mask: AttentionMask,
+    softmax_scale: float | None,
+) -> tuple[Mapping[str, str], float]:
+    """What a rank states to the others before a forward, and the scale to use; SpecError for what it refuses. [C3]"""
+    check_divisible(layout, policy, cp_size)
+    rows = layout.total_tokens // cp_size
+    scale = check_attention_inputs(q, k, v, rows, rows, softmax_scale)
+    check_same_dtype(q=q, k=k, v=v)
+    facts = {
+        "operation": "forward",
+        "policy": str(as_policy(policy)),
+        "layout": describe_layout(layout),
+        "mask": f"left {mask.left}, right {mask.right}",
+        "softmax_scale": repr(scale),
+        **{name: f"{x.dtype}{list(x.shape)}" for name, x in (("q", q), ("k", k), ("v", v))},
+    }
+    return facts, scale
+
+
+def check_backward(dout: Any, saved: Saved) -> Mapping[str, str]:
+    """What a rank states to the others before a backward; SpecError for what it refuses. [C3] [B4]"""
+    check_dout(dout, saved.out.shape)
+    check_same_dtype(q=saved.q, dout=dout)
+    return {**saved.facts, "operation": "backward"}
+
+
+def agreed(
     group: Collectives, checked: Callable[[], tuple[Mapping[str, str], Prepared]]
 ) -> tuple[Mapping[str, str], Prepared]:
     """Prepare this rank's work and state its facts, or its refusal, to all others; raise alike if they do not match.

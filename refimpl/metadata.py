@@ -170,7 +170,7 @@ def rank_metadata(
         indices,
         steps=tuple(step_metadata(layout, window, mask) for window in windows),
         step_rows=tuple(np.searchsorted(indices, window_indices([window])) for window in windows),
-        kv_ranges=_merged([_needed(layout, window, mask) for window in windows]),
+        kv_ranges=merged_ranges([_needed(layout, window, mask) for window in windows]),
     )
 
 
@@ -205,7 +205,7 @@ def _needed(layout: PackedLayout, window: Window, mask: AttentionMask) -> IntArr
     return np.stack([start + first_key, start + last_key], axis=1)
 
 
-def _merged(parts: list[IntArray]) -> IntArray:
+def merged_ranges(parts: list[IntArray]) -> IntArray:
     """The union of ranges as disjoint ascending ranges: int64 [m, 2]."""
     ranges = np.concatenate(parts)
     ranges = ranges[np.argsort(ranges[:, 0], kind="stable")]

@@ -57,7 +57,7 @@ def check_ranks(cp_size: int, cp_rank: int = 0) -> None:
 
 
 @dataclass(frozen=True)
-class _Cut:
+class Cut:
     """What a policy cuts evenly, each document or the whole buffer, and how many of the pieces a rank gets."""
 
     per_document: bool
@@ -70,10 +70,15 @@ class _Cut:
 
 
 _CUTS = {
-    Policy.DUAL_CHUNK_SWAP: _Cut(per_document=True, chunks_per_rank=2),
-    Policy.PACKED_CONTIGUOUS: _Cut(per_document=False, chunks_per_rank=1),
-    Policy.PACKED_DUAL_CHUNK_SWAP: _Cut(per_document=False, chunks_per_rank=2),
+    Policy.DUAL_CHUNK_SWAP: Cut(per_document=True, chunks_per_rank=2),
+    Policy.PACKED_CONTIGUOUS: Cut(per_document=False, chunks_per_rank=1),
+    Policy.PACKED_DUAL_CHUNK_SWAP: Cut(per_document=False, chunks_per_rank=2),
 }
+
+
+def cut_of(policy: Policy | str) -> Cut:
+    """How a policy cuts; SpecError `policy`."""
+    return _CUTS[as_policy(policy)]
 
 
 def step_windows(layout: PackedLayout, policy: Policy | str, cp_size: int, cp_rank: int) -> tuple[Window, ...]:
@@ -92,7 +97,7 @@ def step_windows(layout: PackedLayout, policy: Policy | str, cp_size: int, cp_ra
     """
     check_divisible(layout, policy, cp_size)
     check_ranks(cp_size, cp_rank)
-    cut = _CUTS[as_policy(policy)]
+    cut = cut_of(policy)
     take = _document_chunk if cut.per_document else _buffer_chunk
     chunks = cut.chunks_per_rank * cp_size
     return tuple(take(layout, chunks, chunk) for chunk in cut.mine(cp_size, cp_rank))
@@ -136,7 +141,7 @@ class Padding:
 def padding_needed(layout: PackedLayout, policy: Policy | str, cp_size: int) -> Padding:
     """What must be added to `layout` before `policy` can cut it over `cp_size` ranks. [P6]"""
     check_ranks(cp_size)
-    cut = _CUTS[as_policy(policy)]
+    cut = cut_of(policy)
     chunks = cut.chunks_per_rank * cp_size
     if cut.per_document:
         rows = -np.diff(_extents(layout)) % chunks
@@ -160,7 +165,7 @@ def check_divisible(layout: PackedLayout, policy: Policy | str, cp_size: int) ->
     if padding.total == 0:
         return
     policy = as_policy(policy)
-    cut = _CUTS[policy]
+    cut = cut_of(policy)
     chunks = cut.chunks_per_rank * cp_size
     total = layout.total_tokens
     short = np.flatnonzero(padding.document_rows)
@@ -181,7 +186,7 @@ def check_divisible(layout: PackedLayout, policy: Policy | str, cp_size: int) ->
 
 def rank_order_is_sequence_order(policy: Policy | str) -> bool:
     """Whether the ranks' shards one behind the other are the buffer, so that gathered K/V need no reorder. [C1]"""
-    cut = _CUTS[as_policy(policy)]
+    cut = cut_of(policy)
     return not cut.per_document and cut.chunks_per_rank == 1
 
 
@@ -242,7 +247,7 @@ def partition(x: Any, layout: PackedLayout, policy: Policy | str, cp_size: int, 
     """
     check_divisible(layout, policy, cp_size)
     x = np.asarray(x)
-    _check_axis(x, layout.total_tokens, axis, "x", "total_tokens")
+    check_axis(x, layout.total_tokens, axis, "x", "total_tokens")
     return [x.take(partition_indices(layout, policy, cp_size, rank), axis=axis) for rank in range(cp_size)]
 
 
@@ -253,16 +258,7 @@ def unpartition(shards: Sequence[Any], layout: PackedLayout, policy: Policy | st
         SpecError: shape, dtype (shards that differ), and those of `partition_indices`. [P7]
     """
     arrays = [np.asarray(shard) for shard in shards]
-    check_divisible(layout, policy, len(arrays))
-    rows = layout.total_tokens // len(arrays)
-    for rank, shard in enumerate(arrays):
-        _check_axis(shard, rows, axis, f"shards[{rank}]", "total_tokens / cp_size")
-        if shard.shape != arrays[0].shape or shard.dtype != arrays[0].dtype:
-            raise SpecError(
-                "shape" if shard.shape != arrays[0].shape else "dtype",
-                f"shards[{rank}] is {shard.dtype}{list(shard.shape)} but shards[0] is "
-                f"{arrays[0].dtype}{list(arrays[0].shape)}: all ranks hold alike shards",
-            )
+    check_shards(arrays, layout, policy, axis)
     axis %= arrays[0].ndim
     shape = list(arrays[0].shape)
     shape[axis] = layout.total_tokens
@@ -273,7 +269,22 @@ def unpartition(shards: Sequence[Any], layout: PackedLayout, policy: Policy | st
     return whole
 
 
-def _check_axis(x: Array, length: int, axis: int, name: str, what: str) -> None:
+def check_shards(shards: Sequence[Any], layout: PackedLayout, policy: Policy | str, axis: int) -> None:
+    """Refuse arrays that are not the shards of one array; SpecError: see `unpartition`. [P7]"""
+    check_divisible(layout, policy, len(shards))
+    rows = layout.total_tokens // len(shards)
+    for rank, shard in enumerate(shards):
+        check_axis(shard, rows, axis, f"shards[{rank}]", "total_tokens / cp_size")
+        if shard.shape != shards[0].shape or shard.dtype != shards[0].dtype:
+            raise SpecError(
+                "shape" if shard.shape != shards[0].shape else "dtype",
+                f"shards[{rank}] is {shard.dtype}{list(shard.shape)} but shards[0] is "
+                f"{shards[0].dtype}{list(shards[0].shape)}: all ranks hold alike shards",
+            )
+
+
+def check_axis(x: Any, length: int, axis: int, name: str, what: str) -> None:
+    """Refuse, with SpecError `shape`, an array whose `axis` has another length."""
     checked_int(axis, "axis", "shape")
     if not -x.ndim <= axis < x.ndim or x.shape[axis] != length:
         raise SpecError("shape", f"{name} has shape {list(x.shape)}: expected {length} ({what}) along axis {axis}")
@@ -300,7 +311,7 @@ def next_token_labels(ids: Any, layout: PackedLayout, ignore_index: int = -100) 
         SpecError: shape, dtype. [L7] [P10]
     """
     ids = np.asarray(ids)
-    _check_axis(ids, layout.total_tokens, 0, "ids", "total_tokens")
+    check_axis(ids, layout.total_tokens, 0, "ids", "total_tokens")
     if ids.dtype.kind not in "iu":
         raise SpecError("dtype", f"ids has dtype {ids.dtype}: expected integers")
     if not np.iinfo(ids.dtype).min <= ignore_index <= np.iinfo(ids.dtype).max:
@@ -326,7 +337,7 @@ def pad_rows(x: Any, layout: PackedLayout, padded: PackedLayout, fill: Any) -> A
         SpecError: shape, offsets_count when the layouts do not hold the same documents. [P10]
     """
     x = np.asarray(x)
-    _check_axis(x, layout.total_tokens, 0, "x", "total_tokens")
+    check_axis(x, layout.total_tokens, 0, "x", "total_tokens")
     if not np.array_equal(layout.seqlens[layout.seqlens > 0], padded.seqlens[padded.seqlens > 0]):
         raise SpecError("offsets_count", "the two layouts do not hold the same documents: their real lengths differ")
     moved = np.full((padded.total_tokens, *x.shape[1:]), fill, dtype=x.dtype)

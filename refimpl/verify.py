@@ -1,6 +1,7 @@
 """The check behind `thdcp verify`: every policy against the oracle, forward and backward, on every rank.
 
-Defines `Plan`, `Case`, `CaseResult` and `verify_rank`, which runs on each rank of any group.
+Defines `Plan`, `Case`, `CaseResult`; `Backend`, what is held to the oracle; and `verify_rank`, which runs on each rank
+of any group.
 
 The ranks never compare themselves with each other. The oracle attends over the documents packed without any padding, on
 one device; the ranks get the same tokens spread by a padding pattern, with NaN in every padding row. The oracle's work
@@ -50,6 +51,7 @@ class Plan:
     seed: int = 0
     fault: str | None = None
     fault_rank: int = 0
+    backend: str = "reference"
 
     @property
     def num_cases(self) -> int:
@@ -103,45 +105,68 @@ class Expected:
     yardsticks: dict[str, dict[str, float]]
 
 
-def verify_rank(
-    group: Collectives,
-    plan: Plan,
-    parts: Parts | None = None,
-    on_result: Callable[[CaseResult], None] = lambda _: None,
-) -> list[CaseResult]:
-    """Run a plan as one rank of `group`; every rank returns the same results.
-
-    Args:
-        parts: the implementation; None: the reference, with one thread a rank.
-        on_result: called after each case.
-
-    Raises:
-        SpecError: whatever the plan's layouts, heads or dtypes are refused for, on all ranks.
-
-    [C5] [N2] [A5]
-    """
-    implementation = one_thread_parts() if parts is None else parts
-    group_used = group
-    if plan.fault is not None:
-        group_used, implementation = inject(plan.fault, plan.fault_rank, group, implementation)
-    documents = PackedLayout.from_lengths(plan.lengths)
-    results = []
-    for mask in plan.masks:
-        for heads in plan.heads:
-            expected = expected_results(group, plan, documents, mask, heads)
-            for case in _cases(plan, mask, heads):
-                result = run_case(group, group_used, implementation, plan, documents, case, expected)
-                results.append(result)
-                on_result(result)
-    return results
-
-
 def one_thread_parts() -> Parts:
     """The reference with one thread: ranks that share a machine are parallel enough."""
     return Parts(
         varlen_attention_forward=partial(tiled.varlen_attention_forward, workers=1),
         varlen_attention_backward=partial(tiled.varlen_attention_backward, workers=1),
     )
+
+
+@dataclass(frozen=True)
+class Backend:
+    """An implementation of context parallelism: the calls of `refimpl.context_parallel`, and where their arrays lie.
+
+    `forward` and `backward` take and return arrays of the backend; `parts` are the pieces that a fault may replace.
+    `group` turns a group of ranks into the one that carries tensors, on every rank and before all other calls; it is
+    told whether a fault sits in the group of some rank. `note` is a line for people.
+    """
+
+    name: str = "reference"
+    forward: Callable[..., tuple[Any, Any, Any]] = context_parallel_forward
+    backward: Callable[..., tuple[Any, Any, Any]] = context_parallel_backward
+    parts: Parts = field(default_factory=one_thread_parts)
+    from_host: Callable[[Array], Any] = lambda x: x
+    to_host: Callable[[Any], Array] = lambda x: x
+    group: Callable[[Collectives, bool], Any] = lambda group, faulty: group
+    note: str = ""
+
+
+def verify_rank(
+    group: Collectives,
+    plan: Plan,
+    parts: Parts | None = None,
+    on_result: Callable[[CaseResult], None] = lambda _: None,
+    backend: Backend | None = None,
+) -> list[CaseResult]:
+    """Run a plan as one rank of `group`; every rank returns the same results.
+
+    Args:
+        parts: in place of the backend's own.
+        on_result: called after each case.
+        backend: what is held to the oracle; None: the reference, with one thread a rank.
+
+    Raises:
+        SpecError: whatever the plan's layouts, heads or dtypes are refused for, on all ranks.
+
+    [C5] [N2] [A5]
+    """
+    backend = backend or Backend()
+    implementation = backend.parts if parts is None else parts
+    group_used = group
+    if plan.fault is not None:
+        group_used, implementation = inject(plan.fault, plan.fault_rank, group, implementation)
+    tensors_by = backend.group(group_used, plan.fault is not None)
+    documents = PackedLayout.from_lengths(plan.lengths)
+    results = []
+    for mask in plan.masks:
+        for heads in plan.heads:
+            expected = expected_results(group, plan, documents, mask, heads)
+            for case in _cases(plan, mask, heads):
+                result = run_case(group, tensors_by, backend, implementation, plan, documents, case, expected)
+                results.append(result)
+                on_result(result)
+    return results
 
 
 def _cases(plan: Plan, mask: AttentionMask, heads: tuple[int, int]) -> Iterator[Case]:
@@ -233,7 +258,8 @@ def _yardstick(
 
 def run_case(
     group: Collectives,
-    group_used: Collectives,
+    tensors_by: Any,
+    backend: Backend,
     parts: Parts,
     plan: Plan,
     documents: PackedLayout,
@@ -242,7 +268,7 @@ def run_case(
 ) -> CaseResult:
     """Run one case on this rank and put together what all ranks found.
 
-    `group` carries the verdicts; `group_used`, which may be at fault, is what the implementation works with.
+    `group` carries the verdicts; `tensors_by`, which may be at fault, is what the implementation works with.
     """
     layout = case_layout(plan, case, documents, group.size)
     dtype = as_dtype(case.dtype)
@@ -257,9 +283,11 @@ def run_case(
         return mine
 
     q, k, v, dout = (local(expected.inputs[name], np.nan).astype(dtype) for name in ("q", "k", "v", "dout"))
-    out, lse, saved = context_parallel_forward(q, k, v, layout, case.policy, group_used, case.mask, parts=parts)
-    dq, dk, dv = context_parallel_backward(dout, saved, group_used, parts)
-    got = dict(zip(OUTPUTS, (out, lse.T, dq, dk, dv), strict=True))
+    shards = (backend.from_host(x) for x in (q, k, v))
+    out, lse, saved = backend.forward(*shards, layout, case.policy, tensors_by, case.mask, parts=parts)
+    gradients = backend.backward(backend.from_host(dout), saved, tensors_by, parts)
+    results = (backend.to_host(x) for x in (out, lse.T, *gradients))
+    got = dict(zip(OUTPUTS, results, strict=True))
 
     errors, bounds, poisoned, worst = {}, {}, 0, _Worst()
     for name in OUTPUTS:

@@ -200,6 +200,29 @@ def test_bad_input_gets_one_line_and_status_2(thdcp, tmp_path, arguments, says):
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--backend", "tpu"), "'tpu' is not one of 'reference', 'host', 'cupy'"),
+        (("--backend", "host", "--dtype", "float32,float64"), "--backend host has no float64"),
+        (("--backend", "cupy", "--dtype", "float64"), "--backend cupy has no float64"),
+    ],
+)
+def test_a_backend_that_cannot_is_refused(thdcp, options, says):
+    status, out, err = thdcp("verify", *options)
+    assert (status, out) == (2, "")
+    assert says in err
+    assert err.count("\n") == 1
+
+
+def test_the_gpu_backend_without_cupy_says_what_to_install(thdcp, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    status, out, err = thdcp("verify", "--backend", "cupy")
+    assert (status, out) == (2, "")
+    assert "the GPU backend needs CuPy: pip install 'thdcp[cupy]'" in err
+    assert err.count("\n") == 1
+
+
 def test_unreadable_folder_as_report_leaves_nothing(thdcp, tmp_path):
     (tmp_path / "file").write_text("")
     status, _, err = thdcp(*SMALL, "--report", str(tmp_path / "file"))

@@ -20,6 +20,7 @@ from refimpl.verify import (
     _share,
     case_layout,
     expected_results,
+    one_thread_parts,
     spread_layout,
     verify_rank,
 )
@@ -185,3 +186,42 @@ def test_unknown_fault_and_faults_that_need_company_are_refused():
     for fault, says in (("gremlin", "expected one of"), ("skipped-reduce", "two or more")):
         with pytest.raises(SpecError, match=says):
             _verify(replace(PLAN, fault=fault, fault_rank=0), 1)
+
+
+# Backends
+
+
+def _on_host(plan, size=2, parts=None):
+    """The device's context parallelism on the host, with the reference's attention unless `parts` say otherwise."""
+    from cupy_backend.backends import on_host
+    from cupy_backend.device import HostDevice
+
+    backend = on_host(HostDevice(os_threads=1))
+    reference = replace(one_thread_parts(), rank_metadata=backend.parts.rank_metadata)
+    return run_ranks(size, lambda group: verify_rank(group, plan, parts or reference, backend=backend))
+
+
+SMALL = replace(PLAN, heads=((4, 2),), dtypes=("float32", "bfloat16"), backend="host")
+
+
+@pytest.mark.clause("C5", "A5")
+def test_context_parallelism_on_a_device_agrees_in_every_case():
+    results = _on_host(SMALL)[0]
+    assert len(results) == SMALL.num_cases == 24
+    assert all(result.agrees for result in results)
+
+
+@pytest.mark.clause("C5")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_fault_is_found_on_a_device(fault):
+    plan = replace(SMALL, dtypes=("float32",), paddings=("tight",), fault=fault, fault_rank=1)
+    results = _on_host(plan)[0]
+    for policy in Policy:
+        assert any(not result.agrees for result in results if result.case.policy == policy), policy
+
+
+def test_a_backend_of_another_name_is_refused():
+    from cupy_backend.backends import load
+
+    with pytest.raises(SpecError, match="unknown backend 'tpu': expected host or cupy"):
+        load("tpu")

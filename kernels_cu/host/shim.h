@@ -29,10 +29,11 @@
   extern "C" {                                                                          \
   THDCP_EXPORT void name(void** arguments) { thdcp::host::call(name##_body, arguments); } \
   THDCP_EXPORT const char* name##_types() { return thdcp::host::types_of(name##_body); } \
-  THDCP_EXPORT const char* name##_parameters() { return #__VA_ARGS__; }                 \
+  THDCP_EXPORT const char* name##_parameters() { return THDCP_TEXT(__VA_ARGS__); }      \
   THDCP_EXPORT int name##_max_threads() { return max_threads; }                         \
   }                                                                                     \
   static void name##_body(__VA_ARGS__)
+#define THDCP_TEXT(...) #__VA_ARGS__  // of what macros among the parameters stand for
 #define THDCP_EXPORT __attribute__((visibility("default")))
 
 // Every instantiation of the function that holds the array has an array of its own, as in CUDA: `tag` tells them apart.

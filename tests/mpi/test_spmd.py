@@ -68,6 +68,21 @@ def test_all_gather(group: MpiCollectives, view: str, dtype: Any) -> None:
     same_bits(run_ranks(group.size, rank)[group.rank], expected)
 
 
+@pytest.mark.clause("C1")
+@pytest.mark.parametrize("dtype", [np.float32, BFLOAT16, np.uint8])
+def test_all_to_all(group: MpiCollectives, dtype: Any) -> None:
+    """Rank s sends rank r its own rows, s + 2 r of them: none from rank 0 to itself."""
+
+    def rank(member: Collectives) -> list[Array]:
+        parts = [own(member.rank, (member.rank + 2 * r, 3), dtype) for r in range(member.size)]
+        shapes = [(s + 2 * member.rank, 3) for s in range(member.size)]
+        return member.all_to_all(parts, shapes)
+
+    for s, (mine, in_process) in enumerate(zip(rank(group), run_ranks(group.size, rank)[group.rank], strict=True)):
+        same_bits(mine, own(s, (s + 2 * group.rank, 3), dtype))
+        same_bits(in_process, mine)
+
+
 @pytest.mark.clause("C2")
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.longdouble, np.int64, np.int32])
 @pytest.mark.parametrize("transposed", [False, True])
