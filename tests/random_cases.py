@@ -11,6 +11,8 @@ from refimpl.partition import Policy
 HEADS = [(2, 2, 4, 4), (4, 2, 4, 4), (4, 2, 3, 5), (6, 2, 4, 3), (3, 1, 5, 4), (6, 3, 4, 6)]
 """Query heads, K/V heads, Dqk, Dv."""
 
+STEP = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+
 
 def expected_of(case, dtypes=("float64",)):
     """The reference's answer, with bounds by the kit's own rule for low precisions."""
@@ -126,6 +128,7 @@ class Layouts:
                 cases.append(self.case(f"{family}_backward", inputs | mask | scale, tensors))
         cases.append(self.extreme(ranks))
         cases += self.refusals(layout, cp_size)
+        cases += self.step_attention()
         return [(case, expected_of(case, dtypes)) for case in cases]
 
     def merge(self):
@@ -143,14 +146,31 @@ class Layouts:
             tensors |= {f"out.{p}": out, f"lse.{p}": lse}
         return self.case("merge", {}, tensors)
 
+    def step_attention(self):
+        """One step on which some documents have more queries than keys, forward and backward."""
+        lengths = [self.rng.integers(1, 8, 3) for _ in range(2)]
+        lengths[0][0], lengths[1][0] = lengths[1][0] + 2, lengths[0][0]
+        stored = [x + self.rng.integers(0, 3, 3) for x in lengths]
+        offsets = [np.cumsum([0, *x]).tolist() for x in (*lengths, *stored)]
+        inputs = dict(zip(STEP, offsets, strict=True)) | self.mask(self.pick(["causal", "window"]))
+        heads, kv_heads, dim, dim_v = self.pick(HEADS)
+        rows_q, rows_k = offsets[2][-1], offsets[3][-1]
+        tensors = {"q": self.tensor(rows_q, heads, dim), "k": self.tensor(rows_k, kv_heads, dim)}
+        tensors |= {"v": self.tensor(rows_k, kv_heads, dim_v), "dout": self.tensor(rows_q, heads, dim_v)}
+        forward = {name: x for name, x in tensors.items() if name != "dout"}
+        inputs["softmax_scale"] = None
+        return [
+            self.case("step_attention_forward", inputs, forward),
+            self.case("step_attention_backward", inputs, tensors),
+        ]
+
     def step_mask(self):
         """Documents with more queries than keys and the reverse."""
         queries, keys = self.rng.integers(0, 12, 3), self.rng.integers(0, 8, 3)
         stored_q, stored_k = (np.asarray(x) + self.rng.integers(0, 3, 3) for x in (queries, keys))
         offsets = [np.cumsum([0, *x]).tolist() for x in (queries, keys, stored_q, stored_k)]
-        names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
         mask = {"causal": False, "window": [-1, int(keys.max())]} if self.chance(0.5) else self.mask("window")
-        return self.case("step_mask", dict(zip(names, offsets, strict=True)) | mask)
+        return self.case("step_mask", dict(zip(STEP, offsets, strict=True)) | mask)
 
     def large_offsets(self):
         """Offsets whose element index passes 2**31."""

@@ -103,7 +103,7 @@ def test_the_reference_passes_every_case(name, require):
 @pytest.mark.parametrize("name", ["zeros", "identity"])
 @pytest.mark.clause("A3", "A7", "B1", "C5")
 def test_what_answers_nothing_of_its_own_fails_every_case_of_attention(name):
-    kinds = ("attention_", "context_parallel_", "merge")
+    kinds = ("attention_", "context_parallel_", "step_attention_", "merge")
     cases = [vector for vector in loaded() if vector.case.operation.startswith(kinds)]
     assert len(cases) > 150
     results = check.run_adapter(cases, load(f"{HERE}.{name}:run"))

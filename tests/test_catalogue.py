@@ -13,7 +13,7 @@ from refimpl.conformance.cases import FEATURES, OPERATIONS, PER_RANK
 from refimpl.conformance.catalogue.building import draw, packed, scores
 from refimpl.conformance.strides import with_strides
 from tests.support import refused
-from tests.witness import deal, rows
+from tests.witness import deal, rows, step_pairs
 
 CASES = catalogue.CASES
 POLICIES = ("dual_chunk_swap", "packed_contiguous", "packed_dual_chunk_swap")
@@ -39,9 +39,12 @@ def with_layout():
     return [case for case in CASES if case.operation != "refuse" and "cu_seqlens" in case.inputs]
 
 
-def pairs(case):
-    """(document, position) of every row."""
+def pairs(case, name="q"):
+    """(document, position) of every row of a tensor."""
     inputs = case.inputs
+    if "cu_seqlens_q" in inputs:
+        real, physical = (inputs[f"cu_seqlens_{'kv' if name in 'kv' else 'q'}{part}"] for part in ("", "_padded"))
+        return rows(real, physical, physical[-1])
     return rows(inputs["cu_seqlens"], inputs["cu_seqlens_padded"], inputs["total_tokens"])
 
 
@@ -121,9 +124,9 @@ def test_tokens_are_finite(case):
     poisoned = {name for name, x in case.tensors.items() if not np.isfinite(x).all()}
     assert ("poison" in case.features) == bool(poisoned)
     if poisoned:
-        is_padding = np.array([document < 0 for document, _ in pairs(case)])
         assert poisoned == set(case.tensors)
-        for x in case.tensors.values():
+        for name, x in case.tensors.items():
+            is_padding = np.array([document < 0 for document, _ in pairs(case, name)])
             assert np.isfinite(x[~is_padding]).all()
             assert not np.isfinite(x[is_padding]).any()
 
@@ -154,6 +157,8 @@ def test_features_are_what_the_case_needs(case):
         assert ("padding" in has) == any(row < end for row in padding)
         assert ("tail_padding" in has) == any(row >= end for row in padding)
         assert ("zero_length" in has) == (0 in real_lengths(case))
+    if "cu_seqlens_q" in inputs:
+        assert ("padding" in has) == any(document < 0 for x in ("q", "k") for document, _ in pairs(case, x))
     if "q" in case.tensors:
         (_, heads, dim), (_, kv_heads, dim_v) = case.tensors["q"].shape, case.tensors["v"].shape
         assert ("mqa" in has) == (kv_heads == 1 and heads > 1)
@@ -290,6 +295,27 @@ def test_bounds_reach_the_keys_of_a_step_with_more_queries():
         if right >= keys.max() and (queries - keys > right).any():
             found.append("padding" in case.features)
     assert sorted(found) == [False, True]
+
+
+@pytest.mark.clause("A4", "B2", "K4")
+@pytest.mark.parametrize("operation", ["step_attention_forward", "step_attention_backward"])
+def test_rows_of_a_step_that_see_nothing_meet_everything_else(operation):
+    """In most cases some query sees no key: beside poison, groups of heads, windows, high scores, strides of dout."""
+    asked = [case for case in CASES if case.operation == operation]
+    with_empty = []
+    for case in asked:
+        inputs = case.inputs
+        pairs_seen = step_pairs(*(inputs[f"cu_seqlens_{x}"] for x in STEP), inputs["causal"], inputs["window"])
+        real = sum(document >= 0 for document, _ in pairs(case, "q"))
+        with_empty += [case] if len({i for i, _ in pairs_seen}) < real else []
+    assert 2 * len(with_empty) > len(asked)
+    has = {feature for case in with_empty for feature in case.features}
+    assert has >= {"padding", "poison", "gqa", "mqa", "dv", "scale", "window", "right_window", "extreme"}
+    assert ("strides" in has) == operation.endswith("backward")
+    assert any(not case.inputs["causal"] for case in with_empty)
+
+
+STEP = ("q", "q_padded", "kv", "kv_padded")
 
 
 @pytest.mark.clause("L2", "L3", "L8", "L9", "P6", "R7", "A8")

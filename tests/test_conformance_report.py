@@ -393,6 +393,22 @@ def test_wrong_gradients_of_keys_mark_columns():
     assert titles(svg) == ["rows 6-6: wrong", "keys 3-3: wrong gradients"]
 
 
+def test_the_picture_of_a_step_has_its_own_queries_and_keys():
+    """Five queries of the first document on two keys: rows 0 to 2 see nothing, and key 4 is the second document's."""
+    queries, keys = [0, 5, 9], [0, 2, 6]
+    inputs = {"cu_seqlens_q": queries, "cu_seqlens_q_padded": queries, "cu_seqlens_kv": keys}
+    inputs |= {"cu_seqlens_kv_padded": keys, **MASK, "softmax_scale": None}
+    rng = np.random.default_rng(0)
+    tensors = {x: rng.normal(size=(6 if x in "kv" else 9, 2, 4)) for x in ("q", "k", "v", "dout")}
+    step = make("step_attention_backward", inputs, tensors)
+    svg = mask_picture(step, wrong(step, dk=((4, 0, 0), 9.0), dq=((1, 0, 0), 9.0)))
+    seen = {(3, 0), (4, 0), (4, 1), *((5 + i, 2 + j) for i in range(4) for j in range(i + 1))}
+    assert cells(svg, "cell", 12) == seen
+    assert titles(svg) == ["rows 1-1: wrong", "keys 4-4: wrong gradients"]
+    assert ownership_picture(step, Result(step.case.id, "fail")) == ""
+    assert str(place_of(step.case, "dk", (4, 1, 0))) == "row 4 (document 1, position 2), head 1, column 0"
+
+
 def test_what_cannot_be_drawn_is_not():
     assert mask_picture(MERGE, Result("merge", "fail")) == ""
     assert ownership_picture(MERGE, Result("merge", "fail")) == ""

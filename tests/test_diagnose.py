@@ -153,6 +153,25 @@ def test_a_fault_of_another_implementation_is_named(dtype, require):
         assert first.reproduced == first.failed
 
 
+@pytest.mark.clause("V11", "K4")
+@pytest.mark.parametrize(
+    ("name", "fault", "rows"),
+    [
+        ("forward-more-queries", "top-left-alignment", "rows 0-3 of document 0"),
+        ("backward-gqa", "overwritten-heads", "keys: rows 0-2 of document 0 and rows 3-8 of document 1"),
+        ("forward-more-queries", "nan-for-rows-without-keys", "rows 0-2 of document 0"),
+    ],
+)
+def test_faults_of_a_step_are_named_with_its_own_rows(name, fault, rows):
+    """Queries and keys of a step are counted each in their own buffer."""
+    vector = next(vector for vector in vectors.load() if vector.case.id == f"step-attention-{name}")
+    diagnosis = diagnose([answered(vector.case, vector.expected, fault)])
+    first = diagnosis.findings[0]
+    assert fault in (first.mutant, *first.twins)
+    assert first.rows == f"{rows} match {first.mutant} ({vector.case.id})"
+    assert diagnosis.observation.place.document == 0
+
+
 NAMES_OF_FAULTS = {
     "wrong-alignment": "top-left-alignment",
     "skipped-reduce": "missing-reduction",

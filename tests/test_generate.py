@@ -17,6 +17,7 @@ from tests import witness as third
 from tests.support import refused
 
 BY_ID = {case.id: case for case in CASES}
+STEPS = [case for case in CASES if case.operation.startswith("step_attention")]
 WHOLE = [case for case in CASES if case.operation.startswith("attention")]
 FAST = [case for case in CASES if case.inputs.get("total_tokens", 0) <= 24 and case.cp_size <= 3]
 SOME = FAST[::12]
@@ -31,22 +32,31 @@ def shipped():
 
 def keys_of(case):
     inputs = case.inputs
+    if case in STEPS:
+        offsets = (inputs[f"cu_seqlens_{x}"] for x in ("q", "q_padded", "kv", "kv_padded"))
+        pairs = third.step_pairs(*offsets, inputs["causal"], inputs["window"])
+        return third.keys_of(pairs, inputs["cu_seqlens_q_padded"][-1])
     pairs = third.rows(inputs["cu_seqlens"], inputs["cu_seqlens_padded"], inputs["total_tokens"])
     return third.keys_of(third.visible_pairs(pairs, inputs["causal"], inputs["window"]), len(pairs))
 
 
 def without_padding(case):
     """Tensors in float64, padding 0."""
-    pairs = third.rows(case.inputs["cu_seqlens"], case.inputs["cu_seqlens_padded"], case.inputs["total_tokens"])
-    is_padding = np.array([document < 0 for document, _ in pairs])
-    return {name: np.where(is_padding[:, None, None], 0, x.astype(np.float64)) for name, x in case.tensors.items()}
+    inputs, found = case.inputs, {}
+    for name, x in case.tensors.items():
+        part = ("_kv" if name in "kv" else "_q") if case in STEPS else ""
+        real, physical = inputs[f"cu_seqlens{part}"], inputs[f"cu_seqlens{part}_padded"]
+        pairs = third.rows(real, physical, inputs.get("total_tokens", physical[-1]))
+        is_padding = np.array([document < 0 for document, _ in pairs])
+        found[name] = np.where(is_padding[:, None, None], 0, x.astype(np.float64))
+    return found
 
 
 class TestWitness:
     """The witness agrees with a third opinion: SciPy row by row, and complex steps for gradients."""
 
     @pytest.mark.clause("V4", "A1", "A2", "A3", "A6")
-    @pytest.mark.parametrize("case", [c for c in WHOLE if "forward" in c.operation], ids=lambda case: case.id)
+    @pytest.mark.parametrize("case", [c for c in WHOLE + STEPS if "forward" in c.operation], ids=lambda case: case.id)
     def test_forward(self, case):
         found = witness.expected(case)
         tensors = without_padding(case)
@@ -57,7 +67,7 @@ class TestWitness:
     @pytest.mark.clause("V4", "B1", "B3")
     @pytest.mark.parametrize(
         "case",
-        [c for c in WHOLE if "backward" in c.operation and c.inputs["total_tokens"] <= 20],
+        [c for c in WHOLE + STEPS if "backward" in c.operation and len(c.tensors["q"]) <= 20],
         ids=lambda case: case.id,
     )
     def test_backward(self, case):

@@ -58,7 +58,7 @@ def test_a_fault_is_told_with_what_it_explains():
     line = diagnosis_lines(found)[0]
     assert line.startswith("looks like: top-left-alignment (aligns ")
     assert "failing cases; row" in line
-    assert re.search(r"match top-left-alignment \(context_parallel_forward-7-\d+\); seen in FA#951$", line)
+    assert re.search(r"match top-left-alignment \(step_attention_forward-7-\d+\); seen in FA#951$", line)
 
 
 @pytest.mark.clause("V8")

@@ -296,7 +296,7 @@ def test_no_mutant_dies_by_luck(capsys):
     assert len(capsys.readouterr().out.splitlines()) == len(MUTANTS) + 3
 
 
-ATTENTION = ("attention_forward", "attention_backward", "context_parallel_forward", "context_parallel_backward")
+ATTENTION = ("attention", "context_parallel", "step_attention")
 
 
 @pytest.mark.clause("V7")
@@ -304,7 +304,7 @@ ATTENTION = ("attention_forward", "attention_backward", "context_parallel_forwar
 def test_what_does_not_attend_fails_every_attention_vector(suite, name):
     """But for gradients that are 0, as those of padding alone, where zeros are right."""
     for vector in suite:
-        if vector.case.operation in ATTENTION:
+        if vector.case.operation.startswith(ATTENTION):
             zero_is_right = all(not x.any() for x in vector.expected.arrays.values())
             fails = failing(vector.case, vector.expected, BY_NAME[name])
             assert fails or (zero_is_right and name == "zeros-everywhere"), vector.case.id

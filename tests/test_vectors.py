@@ -28,6 +28,8 @@ SOME = [
     "needed-rows-packed-contiguous-cp2-tail",
     "unpartition-dual-chunk-swap-cp3-padding",
     "step-mask-unequal-documents",
+    "step-attention-forward-padding",
+    "step-attention-backward-more-queries",
     "merge-taking-turns",
     "attention-forward-padding",
     "attention-backward-dout-of-rows",
@@ -114,7 +116,7 @@ class TestShipped:
     def test_zeros_are_right_nowhere(self, shipped):
         """A backend of zeros fails every question about attention."""
         for vector in shipped:
-            if vector.case.operation.startswith(("attention", "context_parallel", "merge")):
+            if vector.case.operation.startswith(("attention", "context_parallel", "step_attention", "merge")):
                 assert any((x != 0).any() for x in vector.expected.arrays.values()), vector.case.id
 
     @pytest.mark.clause("V3")
@@ -372,6 +374,7 @@ GOOD = {
     "segment ids": "from-segment-ids-padding",
     "refused ids": "refuse-segment-ids-return",
     "refused tensors": "refuse-heads-no-multiple",
+    "step": "step-attention-backward-padding",
 }
 
 CHANGES = {
@@ -450,6 +453,10 @@ CHANGES = {
     "shape of what is none": ("refused tensors", lambda v: v["inputs"]["shapes"].update(dout=[1])),
     "shapes as a list": ("refused tensors", lambda v: v["inputs"].update(shapes=[[1]] * 3)),
     "dtype of a refusal": ("refused tensors", lambda v: v["inputs"]["dtypes"].update(q="object")),
+    "layout beside a step": ("step", lambda v: v["inputs"].update(total_tokens=3)),
+    "step without keys' offsets": ("step", lambda v: v["inputs"].pop("cu_seqlens_kv_padded")),
+    "step with a policy": ("step", lambda v: v["inputs"].update(policy="packed_contiguous")),
+    "scale of a step": ("step", lambda v: v["inputs"].update(softmax_scale="0.5")),
     "missing dtype": ("refused tensors", lambda v: v["inputs"]["dtypes"].pop("v")),
 }
 
@@ -497,6 +504,9 @@ class TestForm:
             ("attention-forward-padding", lambda v: v["inputs"].update(total_tokens=20)),
             ("attention-backward-dout-of-rows", lambda v: v["inputs"].update(strides={"q": [0, 0, 0]})),
             ("step-mask-unequal-documents", lambda v: v["expected"].update(visible=["01", "1"])),
+            ("step-mask-unequal-documents", lambda v: v["inputs"].update(cu_seqlens_q=[0, 5, 3, 4, 11])),
+            ("step-attention-forward-padding", lambda v: v["inputs"].update(cu_seqlens_kv_padded=[0, 4, 10, 16])),
+            ("step-attention-backward-more-queries", lambda v: v["inputs"].update(cu_seqlens_q=[0, 9])),
             ("positions-padding", lambda v: v["expected"].update(positions=[2**63])),
             ("positions-padding", lambda v: v["expected"].update(positions=["1"])),
         ],

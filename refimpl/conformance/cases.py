@@ -20,6 +20,8 @@ attention step of it in `.RANK.STEP`, both counted from 0.
     needed_rows               policy, cp_size, mask                     kv_rows.R  int: rows of K/V that the rank reads
     mask                      mask                                      visible  bool [T, T], query by key
     step_mask                 mask, offsets of one step (no layout)     visible  bool [Tq, Tk]
+    step_attention_forward    the same, and q, k, v                     out [Tq, Hq, Dv], lse [Hq, Tq]
+    step_attention_backward   the same, and q, k, v, dout               dq, dk, dv
     merge                     out.P, lse.P for parts P (no layout)      out, lse
     attention_forward         mask, q, k, v                             out [T, Hq, Dv], lse [Hq, T]
     attention_backward        mask, q, k, v, dout                       dq, dk, dv
@@ -40,9 +42,13 @@ from numpy.typing import NDArray
 
 from refimpl.layout import PackedLayout
 from refimpl.mask import AttentionMask
+from refimpl.metadata import StepMetadata
 from refimpl.partition import Policy
 
 Array = NDArray[Any]
+
+OF_KEYS = ("k", "v", "dk", "dv")
+"""Tensors and outputs whose rows are those of keys; all others have a row for each query."""
 
 OPERATIONS = (
     "positions",
@@ -55,6 +61,8 @@ OPERATIONS = (
     "needed_rows",
     "mask",
     "step_mask",
+    "step_attention_forward",
+    "step_attention_backward",
     "merge",
     "attention_forward",
     "attention_backward",
@@ -76,6 +84,7 @@ FEATURES = {
     "needed_rows": "the K/V rows that a rank reads",
     "mask": "the visible keys of each row",
     "step_mask": "the visible keys of one attention step, from its offsets",
+    "step_attention": "one attention step, from its offsets",
     "merge": "merging partial results by their lse",
     "attention": "attention of a whole buffer on one device",
     "context_parallel": "attention over cp ranks",
@@ -132,6 +141,27 @@ class Case:
         return PackedLayout(
             self.inputs["cu_seqlens"], self.inputs.get("cu_seqlens_padded"), self.inputs.get("total_tokens")
         )
+
+    @property
+    def is_step(self) -> bool:
+        """Whether it asks about one attention step, whose queries and keys are stored each in their own way."""
+        return "cu_seqlens_q" in self.inputs
+
+    @cached_property
+    def step(self) -> StepMetadata:
+        """The step that the inputs describe."""
+        names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+        return StepMetadata.from_offsets(*(self.inputs[name] for name in names))
+
+    @cached_property
+    def _layouts_of_step(self) -> tuple[PackedLayout, PackedLayout]:
+        inputs = self.inputs
+        queries, keys = (PackedLayout(inputs[f"cu_seqlens_{x}"], inputs[f"cu_seqlens_{x}_padded"]) for x in ("q", "kv"))
+        return queries, keys
+
+    def layout_of(self, name: str) -> PackedLayout:
+        """The layout of the buffer that an array lies in: a step has one of its queries and one of its keys."""
+        return self._layouts_of_step[base_name(name) in OF_KEYS] if self.is_step else self.layout
 
     @property
     def mask(self) -> AttentionMask:

@@ -13,7 +13,7 @@ from itertools import zip_longest
 
 import numpy as np
 
-from refimpl.conformance.cases import FEATURES, PER_RANK, Case, Expected, base_name
+from refimpl.conformance.cases import FEATURES, OF_KEYS, PER_RANK, Case, Expected, base_name
 from refimpl.conformance.comparison import (
     CRASH,
     Answer,
@@ -29,6 +29,7 @@ from refimpl.conformance.comparison import (
 from refimpl.conformance.faults.mutant import Mutant
 from refimpl.conformance.mutants import MUTANTS
 from refimpl.conformance.observation import Observation, observe, only_rank, rows_in_buffer, wrong_arrays
+from refimpl.layout import PackedLayout
 from refimpl.partition import Policy
 
 MOST_CASES = 24
@@ -313,15 +314,18 @@ def _rows_in_words(candidate: Candidate, failing: Sequence[Item]) -> str:
     name = candidate.mutant.name
     explained = sorted((failing[i] for i in candidate.explained), key=lambda item: len(item.target.values))
     for item in explained:
-        rows: set[int] = set()
+        rows: dict[str, set[int]] = {}
         for found in wrong_arrays(item):
             held = rows_in_buffer(item.case, found.name)
             if held is not None:
                 wrong = np.moveaxis(found.wrong, found.axis, 0).reshape(len(held), -1).any(axis=1)
-                rows |= set(held[wrong].tolist())
+                of_keys = item.case.is_step and base_name(found.name) in OF_KEYS
+                rows.setdefault("k" if of_keys else "q", set()).update(held[wrong].tolist())
         if rows:
-            match = "matches" if len(rows) == 1 else "match"
-            return f"{_by_document(item.case, sorted(rows))} {match} {name} ({item.case.id})"
+            buffer, own = max(rows.items())  # queries, if any of them is wrong
+            match = "matches" if len(own) == 1 else "match"
+            told = _by_document(item.case.layout_of(buffer), sorted(own))
+            return f"{'keys: ' if buffer == 'k' else ''}{told} {match} {name} ({item.case.id})"
     for item in explained:
         wrong_names = dict.fromkeys(base_name(found.name) for found in wrong_arrays(item))
         if wrong_names:
@@ -330,11 +334,11 @@ def _rows_in_words(candidate: Candidate, failing: Sequence[Item]) -> str:
     return ""
 
 
-def _by_document(case: Case, rows: Sequence[int]) -> str:
+def _by_document(layout: PackedLayout, rows: Sequence[int]) -> str:
     """rows 5, 6 of document 1 and padding rows 8-11."""
     documents: dict[int, list[int]] = {}
     for row in rows:
-        documents.setdefault(int(case.layout.document_ids[row]), []).append(row)
+        documents.setdefault(int(layout.document_ids[row]), []).append(row)
     told = []
     for d, own in sorted(documents.items(), key=lambda pair: pair[1][0]):
         numbers = f"row{'s' if len(own) > 1 else ''} {_ranges(own)}"

@@ -40,6 +40,7 @@ KEYS = (
 LAYOUT = ("cu_seqlens", "cu_seqlens_padded", "total_tokens")
 MASK = ("causal", "window")
 RANKS = ("policy", "cp_size")
+STEP = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
 INPUTS = {
     "positions": LAYOUT,
     "labels": (*LAYOUT, "ids"),
@@ -50,7 +51,9 @@ INPUTS = {
     "metadata": (*LAYOUT, *RANKS, *MASK),
     "needed_rows": (*LAYOUT, *RANKS, *MASK),
     "mask": (*LAYOUT, *MASK),
-    "step_mask": ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded", *MASK),
+    "step_mask": (*STEP, *MASK),
+    "step_attention_forward": (*STEP, *MASK, "softmax_scale"),
+    "step_attention_backward": (*STEP, *MASK, "softmax_scale"),
     "merge": (),
     "attention_forward": (*LAYOUT, *MASK, "softmax_scale"),
     "attention_backward": (*LAYOUT, *MASK, "softmax_scale"),
@@ -89,6 +92,8 @@ ANSWERS = {
     "needed_rows": {"kv_rows"},
     "mask": {"visible"},
     "step_mask": {"visible"},
+    "step_attention_forward": {"out", "lse"},
+    "step_attention_backward": {"dq", "dk", "dv"},
     "merge": {"out", "lse"},
     "attention_forward": {"out", "lse"},
     "attention_backward": {"dq", "dk", "dv"},

@@ -194,7 +194,9 @@ def _answer(case: Case, at: At) -> dict[str, Array]:
         case "merge":
             return _finished(dict(zip(("out", "lse"), by.merge(*_parts(case)), strict=True)), case, by)
         case "step_mask":
-            return _step_mask(case, by)
+            return {"visible": by.step_visible(case.step, _mask(case, by), *_step_rows(case))}
+        case "step_attention_forward" | "step_attention_backward":
+            return _finished(_step_attention(case, by), case, by)
         case "from_position_ids":
             return _offsets(by.from_position_ids(case.inputs["ids"]))
         case "from_segment_ids":
@@ -311,13 +313,6 @@ def _metadata(case: Case, layout: PackedLayout, at: At) -> dict[str, Array]:
     }
 
 
-def _step_mask(case: Case, by: Implementation) -> dict[str, Array]:
-    names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
-    step = StepMetadata.from_offsets(*(case.inputs[name] for name in names))
-    rows_q, rows_kv = (int(case.inputs[name][-1]) for name in names[2:])
-    return {"visible": by.step_visible(step, _mask(case, by), rows_q, rows_kv)}
-
-
 def _forward(q: Array, k: Array, v: Array, visible: Bools, scale: float, by: Implementation) -> tuple[Array, Array]:
     """out [Tq, Hq, Dv] and lse [Hq, Tq] in float64. Rows that see nothing and keys unseen are taken for 0."""
     heads = [by.kv_head(h, q.shape[1], k.shape[1]) for h in range(q.shape[1])]
@@ -378,6 +373,21 @@ def _whole_backward(case: Case, layout: PackedLayout, by: Implementation) -> dic
     out, logs = _whole_forward(case, layout, by)
     visible = once(by.layout_visible, layout, by.backward_mask(_mask(case, by)))
     gradients = _backward(_float64(case.tensors["dout"]), q, k, v, out, logs, visible, by.scale(case), by)
+    return dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+
+
+def _step_rows(case: Case) -> tuple[int, int]:
+    return case.layout_of("q").total_tokens, case.layout_of("k").total_tokens
+
+
+def _step_attention(case: Case, by: Implementation) -> dict[str, Array]:
+    q, k, v = (_float64(case.tensors[name]) for name in ("q", "k", "v"))
+    mask, scale, rows = _mask(case, by), by.scale(case), _step_rows(case)
+    out, logs = _forward(q, k, v, by.step_visible(case.step, mask, *rows), scale, by)
+    if case.operation == "step_attention_forward":
+        return {"out": out, "lse": logs}
+    visible = by.step_visible(case.step, by.backward_mask(mask), *rows)
+    gradients = _backward(_float64(case.tensors["dout"]), q, k, v, out, logs, visible, scale, by)
     return dict(zip(("dq", "dk", "dv"), gradients, strict=True))
 
 

@@ -92,14 +92,21 @@ def exact_rows(case: Case, expected: Expected, name: str) -> Array:
     """Rows of an output where no rounding is allowed: padding, and for out, lse and dq rows that see no key; bool."""
     if case.operation == "merge":
         return np.asarray(np.isneginf(expected.arrays["lse"]).all(axis=0))
-    layout = case.layout
-    is_padding = layout.document_ids < 0
+    exact = case.layout_of(name).document_ids < 0
     if base_name(name) in ("out", "lse", "dq"):
-        position, documents = layout.positions, layout.document_ids
-        lengths = np.where(is_padding, 0, np.append(layout.seqlens, 0)[documents])
-        first, last = case.mask.key_range(position, lengths)
-        is_padding = is_padding | (first >= last)
+        exact = exact | ~sees_keys(case)
     if "." not in name:
-        return is_padding
+        return exact
     rank = int(name.split(".")[1])
-    return is_padding[partition_indices(layout, case.policy, case.cp_size, rank)]
+    return exact[partition_indices(case.layout, case.policy, case.cp_size, rank)]
+
+
+def sees_keys(case: Case) -> Array:
+    """Whether each row of the queries' buffer sees any key; bool."""
+    queries, keys = case.layout_of("q"), case.layout_of("k")
+    documents = queries.document_ids
+    positions = queries.positions
+    if case.is_step:
+        positions = positions + np.append(case.step.first_query_positions, 0)[documents]
+    first, last = case.mask.key_range(positions, np.append(keys.seqlens, 0)[documents])
+    return np.asarray((documents >= 0) & (first < last))

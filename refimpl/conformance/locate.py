@@ -70,7 +70,7 @@ def place_of(case: Case, name: str, index: Sequence[int]) -> Place:
     local_row = index[axis]
     rows = rows_of(case, name)
     row = int(rows[local_row]) if rows is not None and local_row < len(rows) else None
-    document, position = _document_of(case, row)
+    document, position = _document_of(case, name, row)
     others = [number for i, number in enumerate(index) if i != axis]
     if base == "visible":
         return Place(rank, step, local_row, row, document, position, key=others[0])
@@ -81,18 +81,19 @@ def place_of(case: Case, name: str, index: Sequence[int]) -> Place:
 
 
 def rows_of(case: Case, name: str) -> Array | None:
-    """The buffer's rows that the token axis of an array stands for; None in cases without a layout."""
-    if "cu_seqlens" not in case.inputs:
+    """The buffer's rows that the token axis of an array stands for; None in cases without a layout or a step."""
+    if not case.is_step and "cu_seqlens" not in case.inputs:
         return None
     if "." not in name:
-        return np.arange(case.layout.total_tokens)
+        return np.arange(case.layout_of(name).total_tokens)
     return partition_indices(case.layout, case.policy, case.cp_size, int(name.split(".")[1]))
 
 
-def _document_of(case: Case, row: int | None) -> tuple[int | None, int | None]:
+def _document_of(case: Case, name: str, row: int | None) -> tuple[int | None, int | None]:
     if row is None:
         return None, None
-    return int(case.layout.document_ids[row]), int(case.layout.positions[row])
+    layout = case.layout_of(name)
+    return int(layout.document_ids[row]), int(layout.positions[row])
 
 
 def first_difference(differences: Sequence[Difference]) -> Difference:

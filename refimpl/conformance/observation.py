@@ -118,19 +118,12 @@ def _first(item: Item) -> tuple[str, Place, str, float, float]:
         return name, Place(), "missing" if item.reply.odd[name] is None else "form", nan, nan
     found = next(wrong for wrong in wrong_arrays(item) if wrong.name == name)
     index = tuple(int(i) for i in np.argwhere(found.wrong)[0]) if found.wrong.ndim else ()
-    return name, place(item.case, name, index), "value", float(found.got[index]), float(found.wanted[index])
-
-
-def place(case: Case, name: str, index: Sequence[int]) -> Place:
-    """The place of an element; a step's mask has rows and keys alone."""
-    if case.operation == "step_mask":
-        return Place(row=index[0], key=index[1])
-    return place_of(case, name, index)
+    return name, place_of(item.case, name, index), "value", float(found.got[index]), float(found.wanted[index])
 
 
 def rows_in_buffer(case: Case, name: str) -> Array | None:
     """The buffer's rows of an array, if it has any."""
-    if case.operation in ("merge", "step_mask") or base_name(name) not in (*TOKEN_AXIS, *_ROWS):
+    if base_name(name) not in (*TOKEN_AXIS, *_ROWS):
         return None
     return rows_of(case, name)
 
@@ -294,7 +287,7 @@ def only_padding(arrays: Sequence[Wrong]) -> str:
         if rows is None or not x.is_float:
             return ""
         wrong_rows = np.moveaxis(x.wrong, x.axis, 0).reshape(len(rows), -1).any(axis=1)
-        if (x.item.case.layout.document_ids[rows[wrong_rows]] >= 0).any():
+        if (x.item.case.layout_of(x.name).document_ids[rows[wrong_rows]] >= 0).any():
             return ""
     return "only padding rows are wrong" if arrays else ""
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from refimpl.conformance.cases import Case, Vector, base_name
 from refimpl.conformance.check import Result
-from refimpl.conformance.implementation import layout_visible
+from refimpl.conformance.implementation import layout_visible, step_visible
 from refimpl.conformance.locate import wrong_rows
 from refimpl.partition import partition_indices
 
@@ -116,9 +116,10 @@ def mask_picture(vector: Vector, result: Result) -> str:
 def _visible(vector: Vector) -> tuple[Array | None, list[int], list[int]]:
     """Who sees whom, with the offsets of documents among queries and among keys; None if a case has none to draw."""
     case = vector.case
-    if case.operation == "step_mask":
-        edges = [case.inputs[name] for name in ("cu_seqlens_q_padded", "cu_seqlens_kv_padded")]
-        return vector.expected.arrays["visible"], edges[0], edges[1]
+    if case.is_step:
+        edges = [case.layout_of(name).cu_seqlens_padded.tolist() for name in ("q", "k")]
+        visible = step_visible(case.step, case.mask, edges[0][-1], edges[1][-1])
+        return (visible if 0 < max(visible.shape) <= MAX_ROWS else None), edges[0], edges[1]
     if not drawable(case) or "causal" not in case.inputs:
         return None, [], []
     edges = [case.layout.cu_seqlens_padded.tolist()] * 2

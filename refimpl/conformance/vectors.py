@@ -123,14 +123,17 @@ def _load_one(folder: Path, stem: str, has_arrays: bool) -> Vector:
 
 
 def _check_layout(case: Case, check: Checker) -> None:
-    """A case that is to be answered has a layout that can be."""
-    if case.operation != "refuse" and "cu_seqlens" in case.inputs:
-        try:
-            rows = case.layout.total_tokens
-        except SpecError as error:
-            raise SpecError("file", f"{check.path}: inputs: {error.message}") from None
-        for name in ("q", "k", "v", "dout"):
-            check.that(name not in case.tensors or len(case.tensors[name]) == rows, f"{name}: expected {rows} rows")
+    """A case that is to be answered has a layout, or a step, that can be."""
+    if case.operation == "refuse" or not (case.is_step or "cu_seqlens" in case.inputs):
+        return
+    try:
+        rows = {name: case.layout_of(name).total_tokens for name in ("q", "k", "v", "dout")}
+        if case.is_step:
+            _ = case.step
+    except SpecError as error:
+        raise SpecError("file", f"{check.path}: inputs: {error.message}") from None
+    for name, count in rows.items():
+        check.that(name not in case.tensors or len(case.tensors[name]) == count, f"{name}: expected {count} rows")
 
 
 def _from_json(values: Any, name: str) -> Array:

@@ -35,14 +35,29 @@ def expected(case: Case) -> dict[str, Array]:
         return {name: np.asarray(values) for name, values in _ANSWERS[case.operation](case).items()}
 
 
-def rows_of(case: Case) -> list[Row]:
-    """(document, position) of every physical row; document -1 for padding. [L1] [L4] [L6]"""
-    real, physical = case.inputs["cu_seqlens"], case.inputs["cu_seqlens_padded"]
+def rows_of(case: Case, name: str = "q") -> list[Row]:
+    """(document, position) of every physical row of a tensor, document -1 for padding. [L1] [L4] [L6]
+
+    In an attention step the position of a query is that among its document's keys: with Lq queries on Lk keys, query i
+    stands at i + Lk - Lq, by the rule of FlashAttention's documentation. [K4]
+    """
+    inputs = case.inputs
+    if "cu_seqlens_q" not in inputs:
+        return _rows(inputs["cu_seqlens"], inputs["cu_seqlens_padded"], inputs["total_tokens"])
+    queries, keys = inputs["cu_seqlens_q"], inputs["cu_seqlens_kv"]
+    if name in ("k", "v"):
+        return _rows(keys, inputs["cu_seqlens_kv_padded"], inputs["cu_seqlens_kv_padded"][-1])
+    ahead = [(keys[d + 1] - keys[d]) - (queries[d + 1] - queries[d]) for d in range(len(queries) - 1)]
+    rows = _rows(queries, inputs["cu_seqlens_q_padded"], inputs["cu_seqlens_q_padded"][-1])
+    return [(d, position + ahead[d]) if d >= 0 else (d, position) for d, position in rows]
+
+
+def _rows(real: Sequence[int], physical: Sequence[int], total: int) -> list[Row]:
     rows: list[Row] = []
     for d in range(len(physical) - 1):
         tokens = real[d + 1] - real[d]
         rows += [(d if position < tokens else -1, position) for position in range(physical[d + 1] - physical[d])]
-    past_the_last_offset = case.inputs["total_tokens"] - physical[-1]
+    past_the_last_offset = total - physical[-1]
     return rows + [(-1, position) for position in range(past_the_last_offset)]
 
 
@@ -60,9 +75,9 @@ def sees(query: Row, key: Row, causal: bool, window: Sequence[int]) -> bool:
 
 
 def keys_of(case: Case) -> list[list[int]]:
-    """The rows that each row sees, ascending."""
-    rows, causal, window = rows_of(case), case.inputs["causal"], case.inputs["window"]
-    return [[j for j, key in enumerate(rows) if sees(query, key, causal, window)] for query in rows]
+    """The rows of keys that each row of queries sees, ascending."""
+    queries, keys, causal, window = rows_of(case, "q"), rows_of(case, "k"), case.inputs["causal"], case.inputs["window"]
+    return [[j for j, key in enumerate(keys) if sees(query, key, causal, window)] for query in queries]
 
 
 def chunks_of(case: Case) -> list[list[list[int]]]:
@@ -174,24 +189,9 @@ def _needed_rows(case: Case) -> dict[str, Any]:
     return {f"kv_rows.{r}": np.array(rows, np.int64) for r, rows in enumerate(needed)}
 
 
-def _step_mask(case: Case) -> dict[str, Any]:
-    """By the rule of FlashAttention's documentation: with Lq queries on Lk keys, query i stands at i + Lk - Lq. [K4]"""
-    names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
-    queries, keys, stored_queries, stored_keys = (case.inputs[name] for name in names)
-    causal, window = case.inputs["causal"], case.inputs["window"]
-    visible = [[False] * stored_keys[-1] for _ in range(stored_queries[-1])]
-    for d in range(len(queries) - 1):
-        num_queries, num_keys = queries[d + 1] - queries[d], keys[d + 1] - keys[d]
-        for i in range(num_queries):
-            for j in range(num_keys):
-                seen = sees((d, i + num_keys - num_queries), (d, j), causal, window)
-                visible[stored_queries[d] + i][stored_keys[d] + j] = seen
-    return {"visible": visible}
-
-
 def _mask(case: Case) -> dict[str, Any]:
-    keys = keys_of(case)
-    return {"visible": [[j in seen for j in range(len(keys))] for seen in keys]}
+    num_keys = len(rows_of(case, "k"))
+    return {"visible": [[j in seen for j in range(num_keys)] for seen in keys_of(case)]}
 
 
 def scale_of(case: Case) -> Decimal:
@@ -229,12 +229,15 @@ def zeros(*shape: int) -> Any:
 
 
 def attention(case: Case) -> dict[str, Array]:
-    """out, lse, and with a dout dq, dk, dv, of the whole buffer. [A1] [A2] [A3] [A4] [A5] [A6] [B1] [B2] [B3]"""
+    """out, lse, and with a dout dq, dk, dv, of the whole buffer or of one step.
+
+    [A1] [A2] [A3] [A4] [A5] [A6] [B1] [B2] [B3]
+    """
     q, k, v = (numbers(case.tensors[name]) for name in ("q", "k", "v"))
     dout = numbers(case.tensors["dout"]) if "dout" in case.tensors else None
-    (total, heads, dim), (_, kv_heads, dim_v) = case.tensors["q"].shape, case.tensors["v"].shape
-    out, lse = zeros(total, heads, dim_v), [[Decimal("-inf")] * total for _ in range(heads)]
-    dq, dk, dv = zeros(total, heads, dim), zeros(total, kv_heads, dim), zeros(total, kv_heads, dim_v)
+    (queries, heads, dim), (num_keys, kv_heads, dim_v) = case.tensors["q"].shape, case.tensors["v"].shape
+    out, lse = zeros(queries, heads, dim_v), [[Decimal("-inf")] * queries for _ in range(heads)]
+    dq, dk, dv = zeros(queries, heads, dim), zeros(num_keys, kv_heads, dim), zeros(num_keys, kv_heads, dim_v)
     scale = scale_of(case)
     reads = [g for g in range(kv_heads) for _ in range(heads // kv_heads)]
     for i, keys in enumerate(keys_of(case)):
@@ -311,7 +314,9 @@ _ANSWERS: dict[str, Callable[[Case], dict[str, Any]]] = {
     "metadata": _metadata,
     "needed_rows": _needed_rows,
     "mask": _mask,
-    "step_mask": _step_mask,
+    "step_mask": _mask,
+    "step_attention_forward": _attention("out", "lse"),
+    "step_attention_backward": _attention("dq", "dk", "dv"),
     "merge": _merge,
     "attention_forward": _attention("out", "lse"),
     "attention_backward": _attention("dq", "dk", "dv"),

@@ -35,5 +35,5 @@ def _input(case: Case, name: str, right: Array) -> Array:
         return case.tensors["out.0"]
     x = case.tensors[RETURNED[base_name(name)]].astype(np.float64)
     rank = name.partition(".")[2]
-    rows = partition_indices(case.layout, case.policy, case.cp_size, int(rank)) if rank else slice(None)
-    return np.repeat(x[rows], right.shape[1] // x.shape[1], axis=1)
+    rows = partition_indices(case.layout, case.policy, case.cp_size, int(rank)) if rank else np.arange(len(right))
+    return np.repeat(x[rows % len(x)], right.shape[1] // x.shape[1], axis=1)  # a step may have fewer keys than queries

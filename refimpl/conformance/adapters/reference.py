@@ -73,6 +73,8 @@ def answer(case: Case, dtype: str) -> dict[str, Array]:
             return {name: x for r in _own_ranks(case) for name, x in _offsets(r, _metadata(case, r)).items()}
         case "needed_rows":
             return {f"kv_rows.{r}": _rows_of(_metadata(case, r).kv_ranges) for r in _own_ranks(case)}
+        case "step_attention_forward" | "step_attention_backward":
+            return _step(case, tensors, scale)
         case "attention_forward" | "attention_backward":
             return _whole(case, tensors, scale)
         case "context_parallel_forward" | "context_parallel_backward":
@@ -115,12 +117,27 @@ def _rows_of(ranges: Array) -> Array:
 
 def _step_mask(case: Case) -> Array:
     """Who sees whom, by attending with equal scores to values that are one key each."""
-    names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
-    step = StepMetadata.from_offsets(*(case.inputs[name] for name in names))
-    rows_q, rows_kv = (case.inputs[name][-1] for name in names[2:])
+    rows_q, rows_kv = (case.inputs[f"cu_seqlens_{x}_padded"][-1] for x in ("q", "kv"))
     q, k, v = np.zeros((rows_q, 1, 1)), np.zeros((rows_kv, 1, 1)), np.eye(rows_kv)[:, None]
-    out, _ = attention.varlen_attention_forward(q, k, v, step, case.mask)
+    out, _ = attention.varlen_attention_forward(q, k, v, _step_metadata(case), case.mask)
     return np.asarray(out[:, 0] > 0)
+
+
+def _step_metadata(case: Case) -> StepMetadata:
+    names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+    return StepMetadata.from_offsets(*(case.inputs[name] for name in names))
+
+
+def _step(case: Case, tensors: dict[str, Array], scale: float | None) -> dict[str, Array]:
+    """One step's out and lse, or gradients: by the oracle in float64, else by `tiled`."""
+    q, k, v = (tensors[name] for name in ("q", "k", "v"))
+    by, step = attention if q.dtype == np.float64 else tiled, _step_metadata(case)
+    out, lse = by.varlen_attention_forward(q, k, v, step, case.mask, scale)
+    out = out.astype(q.dtype)
+    if case.operation == "step_attention_forward":
+        return {"out": out, "lse": lse}
+    gradients = by.varlen_attention_backward(tensors["dout"], q, k, v, out, lse, step, case.mask, scale)
+    return {name: x.astype(q.dtype) for name, x in zip(("dq", "dk", "dv"), gradients, strict=True)}
 
 
 def _whole(case: Case, tensors: dict[str, Array], scale: float | None) -> dict[str, Array]:

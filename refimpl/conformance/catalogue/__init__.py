@@ -27,6 +27,7 @@ from refimpl.conformance.catalogue.refusals import (
     refuse_rank_cases,
     refuse_tensor_cases,
 )
+from refimpl.conformance.catalogue.steps import step_attention_cases
 
 GROUPS = (
     positions_cases,
@@ -38,6 +39,7 @@ GROUPS = (
     needed_rows_cases,
     mask_cases,
     step_mask_cases,
+    step_attention_cases,
     merge_cases,
     attention_cases,
     contiguous_cases,

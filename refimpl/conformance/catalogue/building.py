@@ -73,6 +73,8 @@ def features_of(inputs: Inputs, tensors: Tensors) -> set[str]:
         found["tail_padding"] = inputs["total_tokens"] != inputs["cu_seqlens_padded"][-1]
         found["zero_length"] = 0 in real
         found["large_offsets"] = inputs["total_tokens"] > 2**16
+    if "cu_seqlens_q" in inputs:
+        found["padding"] = any(inputs[f"cu_seqlens_{x}"] != inputs[f"cu_seqlens_{x}_padded"] for x in ("q", "kv"))
     if "q" in tensors:
         (_, heads, dim), (_, kv_heads, dim_v) = tensors["q"].shape, tensors["v"].shape
         found["gqa"] = 1 < kv_heads < heads
@@ -181,17 +183,61 @@ def step_mask(
     why: str,
 ) -> Case:
     """Who sees whom in one attention step, whose queries and keys are stored as these layouts say."""
-    inputs = {
+    inputs = {**step_offsets(queries, keys), "causal": causal, "window": list(window)}
+    return make(f"step-mask-{name}", "step_mask", why, clauses, inputs, ["step_mask"])
+
+
+def step_offsets(queries: Inputs, keys: Inputs) -> Inputs:
+    """The offsets of one attention step, whose queries and keys are stored as these layouts say."""
+    return {
         "cu_seqlens_q": queries["cu_seqlens"],
         "cu_seqlens_kv": keys["cu_seqlens"],
         "cu_seqlens_q_padded": queries["cu_seqlens_padded"],
         "cu_seqlens_kv_padded": keys["cu_seqlens_padded"],
-        "causal": causal,
-        "window": list(window),
     }
-    has_padding = any(x["cu_seqlens"] != x["cu_seqlens_padded"] for x in (queries, keys))
-    features = ["step_mask", *(["padding"] if has_padding else [])]
-    return make(f"step-mask-{name}", "step_mask", why, clauses, inputs, features)
+
+
+def attend_step(
+    name: str,
+    queries: Inputs,
+    keys: Inputs,
+    clauses: str,
+    *,
+    heads: Heads = (2, 2, 4, 4),
+    causal: bool = True,
+    window: tuple[int, int] = NO_WINDOW,
+    scale: float | None = None,
+    poison: bool = False,
+    strides: Mapping[str, Sequence[int]] | None = None,
+    change: Callable[[Tensors], None] = lambda tensors: None,
+    features: Iterable[str] = (),
+    why: str,
+) -> Iterator[Case]:
+    """Forward and backward of one step, whose queries and keys are stored as these layouts say; options of `attend`."""
+    q_heads, kv_heads, dim, dim_v = heads
+    stored = {"q": (queries, q_heads, dim), "k": (keys, kv_heads, dim)}
+    stored |= {"v": (keys, kv_heads, dim_v), "dout": (queries, q_heads, dim_v)}
+    inputs = {**step_offsets(queries, keys), "causal": causal, "window": list(window), "softmax_scale": scale}
+    has = ["step_attention", *(["poison"] if poison else []), *features]
+    for backward in (False, True):
+        tensors: Tensors = {}
+        for x, (layout, *shape) in stored.items():
+            tensors[x] = draw(f"step attention {name} {x}", (layout["total_tokens"], *shape))
+            if poison:
+                poison_padding(tensors[x], layout)
+        change(tensors)
+        if not backward:
+            del tensors["dout"]
+        own = {x: list(given) for x, given in (strides or {}).items() if x in tensors}
+        yield make(
+            f"step-attention-{'backward' if backward else 'forward'}-{name}",
+            f"step_attention_{'backward' if backward else 'forward'}",
+            why,
+            f"{clauses} {'B1' if backward else 'A3'}",
+            {**inputs, "strides": own} if own else inputs,
+            [*has, "backward"] if backward else has,
+            all_with_strides(tensors, own),
+        )
 
 
 def merge(

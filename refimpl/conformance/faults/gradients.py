@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from refimpl.conformance.cases import Case
-from refimpl.conformance.faults.mutant import Array, Mutant, mutant, returned_as, rows_of_rank
+from refimpl.conformance.faults.mutant import Array, Mutant, mutant, returned_as, rows_of_output
 from refimpl.conformance.faults.scores import bfloat16
 from refimpl.layout import IntArray
 from refimpl.mask import AttentionMask
@@ -35,7 +35,7 @@ def last_token_into_padding(name: str, array: Array, case: Case, rank: int | Non
     if name not in ("dk", "dv"):
         return array
     array = array.copy()
-    for i in np.flatnonzero(case.layout.document_ids[rows_of_rank(case, rank)] < 0):
+    for i in np.flatnonzero(case.layout_of(name).document_ids[rows_of_output(name, case, rank)] < 0):
         if i:
             array[i] = array[i - 1]
     return array

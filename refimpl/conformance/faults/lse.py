@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from refimpl.conformance.cases import Case
-from refimpl.conformance.faults.mutant import Array, Bools, Mutant, mutant, returned_as, rows_of_rank
+from refimpl.conformance.faults.mutant import Array, Bools, Mutant, mutant, returned_as, rows_of_output
 from refimpl.conformance.implementation import softmax
 from refimpl.lse import merge_partials
 
@@ -35,8 +35,8 @@ def lse_in_wrong_slot(name: str, array: Array, case: Case, rank: int | None) -> 
     """Documents with tokens stored in slots that count them alone, and read by their numbers among all."""
     if name != "lse" or case.operation == "merge":
         return array
-    layout = case.layout
-    documents = layout.document_ids[rows_of_rank(case, rank)]
+    layout = case.layout_of(name)
+    documents = layout.document_ids[rows_of_output(name, case, rank)]
     stored = [np.flatnonzero(documents == d) for d in np.flatnonzero(layout.seqlens)]
     wrong = np.full_like(array, -np.inf)
     for d in np.flatnonzero(layout.seqlens):

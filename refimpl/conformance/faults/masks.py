@@ -60,6 +60,12 @@ def top_left(step: StepMetadata, mask: AttentionMask, rows_q: int, rows_kv: int)
     return step_visible(replace(step, first_query=np.zeros_like(step.cu_seqlens_q[1:])), mask, rows_q, rows_kv)
 
 
+def first_query_at_first_key_at_least(step: StepMetadata, mask: AttentionMask, rows_q: int, rows_kv: int) -> Bools:
+    """No query before the first key: where there are more queries than keys, the first ones are aligned."""
+    ahead = np.maximum(step.first_query_positions, 0)
+    return step_visible(replace(step, first_query=ahead), mask, rows_q, rows_kv)
+
+
 def bottom_right_always(step: StepMetadata, mask: AttentionMask, rows_q: int, rows_kv: int) -> Bools:
     """The last query at the last key, whatever the step says."""
     return step_visible(replace(step, first_query=None), mask, rows_q, rows_kv)
@@ -163,6 +169,12 @@ MUTANTS: tuple[Mutant, ...] = (
         "aligns a step's first query with its first key in place of the last ones",
         "FA#951",
         step_visible=top_left,
+    ),
+    mutant(
+        "no-query-before-the-keys",
+        "mask",
+        "aligns the first query with the first key where a step has more queries than keys",
+        step_visible=first_query_at_first_key_at_least,
     ),
     mutant(
         "right-window-at-bottom-right",

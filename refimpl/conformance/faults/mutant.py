@@ -1,7 +1,7 @@
 """What a mutant is: a deliberately wrong implementation.
 
 Defines `Mutant`, `mutant`, which makes one from the pieces that are wrong in it, and `KINDS`; and `returned_as` and
-`rows_of_rank`, with which faults of several kinds are made.
+`rows_of_output`, with which faults of several kinds are made.
 """
 
 from collections.abc import Callable
@@ -85,9 +85,9 @@ def returned_as(*names: str) -> Callable[[Callable[[Array, Case], Array]], Piece
     return decorated
 
 
-def rows_of_rank(case: Case, rank: int | None) -> IntArray:
-    """The rows of the buffer that the outputs of one rank stand for; None: those of the whole buffer."""
+def rows_of_output(name: str, case: Case, rank: int | None) -> IntArray:
+    """The rows of its buffer that an output of one rank stands for; rank None: all of them."""
     if rank is None:
-        return np.arange(case.layout.total_tokens)
+        return np.arange(case.layout_of(name).total_tokens)
     rows: IntArray = once(partition_indices, case.layout, case.policy, case.cp_size, rank)
     return rows

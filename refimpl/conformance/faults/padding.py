@@ -10,8 +10,9 @@ import numpy as np
 
 from refimpl.conformance.cases import Case
 from refimpl.conformance.faults.masks import also_of_whole_buffer
-from refimpl.conformance.faults.mutant import Array, Bools, Mutant, Pieces, mutant, rows_of_rank
+from refimpl.conformance.faults.mutant import Array, Bools, Mutant, Pieces, mutant, rows_of_output
 from refimpl.conformance.implementation import step_visible
+from refimpl.conformance.judge import sees_keys
 from refimpl.layout import IntArray
 from refimpl.mask import AttentionMask
 from refimpl.metadata import StepMetadata
@@ -38,8 +39,8 @@ def in_padding(*names: str) -> Callable[[Callable[[str, Array, Case, IntArray], 
         def finish(name: str, array: Array, case: Case, rank: int | None) -> Array:
             if name not in names or case.operation == "merge":
                 return array
-            rows = rows_of_rank(case, rank)
-            local = np.flatnonzero(case.layout.document_ids[rows] < 0)
+            rows = rows_of_output(name, case, rank)
+            local = np.flatnonzero(case.layout_of(name).document_ids[rows] < 0)
             array = array.copy()
             array[(slice(None), local) if name == "lse" else local] = value(name, array, case, rows[local])
             return array
@@ -49,8 +50,10 @@ def in_padding(*names: str) -> Callable[[Callable[[str, Array, Case, IntArray], 
     return decorated
 
 
-def of_itself_alone(name: str, array: Array, case: Case, rows: IntArray) -> Array:
-    """What a row that attends to itself alone has for results."""
+def of_itself_alone(name: str, array: Array, case: Case, rows: IntArray) -> Any:
+    """What a row that attends to itself alone has for results; a query of a step has no row of its own among keys."""
+    if case.is_step:
+        return -np.inf if name == "lse" else 0.0
     q, k, v = (np.asarray(case.tensors[x], np.float64)[rows] for x in ("q", "k", "v"))
     heads = np.arange(q.shape[1]) // (q.shape[1] // k.shape[1])
     if name == "out":
@@ -65,10 +68,18 @@ def of_itself_alone(name: str, array: Array, case: Case, rows: IntArray) -> Arra
 
 def zero_times_input(name: str, array: Array, case: Case, rows: IntArray) -> Array:
     """Zeros, made by multiplication with 0 of a sum over the row's input."""
-    x = np.asarray(case.tensors[{"out": "v", "dq": "q", "dk": "k", "dv": "dout"}[name]], np.float64)[rows]
+    x = np.asarray(case.tensors[{"out": "q", "dq": "q", "dk": "k", "dv": "v"}[name]], np.float64)[rows]
     with np.errstate(invalid="ignore"):
         product: Array = 0.0 * x.sum(axis=(1, 2))
     return product[:, None, None]
+
+
+def nan_without_keys(name: str, array: Array, case: Case, rank: int | None) -> Array:
+    """NaN for out and lse of every row that sees no key, token or padding."""
+    if name not in ("out", "lse") or case.operation == "merge":
+        return array
+    empty = ~sees_keys(case)[rows_of_output(name, case, rank)]
+    return np.where(empty[None, :] if name == "lse" else empty[:, None, None], np.nan, array)
 
 
 def masked_times_zero(name: str, array: Array, case: Case, rank: int | None) -> Array:
@@ -79,8 +90,8 @@ def masked_times_zero(name: str, array: Array, case: Case, rank: int | None) -> 
     x = np.asarray(case.tensors[source], np.float64)
     with np.errstate(invalid="ignore"):
         product = _of_width(0.0 * x, array.shape[1])
-    layout, array = case.layout, array.copy()
-    documents = layout.document_ids[rows_of_rank(case, rank)]
+    layout, array = case.layout_of(source), array.copy()
+    documents = case.layout_of(name).document_ids[rows_of_output(name, case, rank)]
     for d, (start, n) in enumerate(zip(layout.cu_seqlens_padded, layout.seqlens, strict=False)):
         array[documents == d] += product[start + n : layout.cu_seqlens_padded[d + 1]].sum(axis=0)
     return array
@@ -140,7 +151,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "padding",
         "takes the softmax of rows that see no key, which is NaN",
         "pytorch#103963",
-        **in_padding("out", "lse")(lambda *_: np.nan),
+        finish=nan_without_keys,
     ),
 )
 """In the order of `mutants.MUTANTS`."""

@@ -6,7 +6,7 @@ Defines `MUTANTS`. The functions above it are the wrong pieces; signatures are t
 import numpy as np
 
 from refimpl.conformance.cases import Case
-from refimpl.conformance.faults.mutant import Array, Mutant, mutant, returned_as, rows_of_rank
+from refimpl.conformance.faults.mutant import Array, Mutant, mutant, returned_as, rows_of_output
 
 
 def zeros(name: str, array: Array, case: Case, rank: int | None) -> Array:
@@ -28,7 +28,8 @@ def inputs_again(name: str, array: Array, case: Case, rank: int | None) -> Array
     if case.operation == "merge":
         return np.asarray(case.tensors["out.0"], np.float64)
     source = {"out": "v", "dq": "q", "dk": "k", "dv": "v"}[name]
-    x = np.asarray(case.tensors[source], np.float64)[rows_of_rank(case, rank)]
+    x = np.asarray(case.tensors[source], np.float64)
+    x = x[rows_of_output(name, case, rank) % len(x)]  # a step may have fewer keys than queries
     return np.repeat(x, array.shape[1] // x.shape[1], axis=1)
 
 
