@@ -6,6 +6,7 @@ PYTHON ?= python3
 RANKS ?= 4
 VERIFY_ARGS ?= --dtype float64,float32,bfloat16
 PYTEST_ARGS ?=
+GPU_CHECK_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -65,8 +66,9 @@ traceability: $(RUN_STAMP) ## Write specs/traceability.txt
 bench: $(TEST_STAMP) ## Time the attention against PyTorch on this machine
 	$(BIN)/python bench/attention.py
 
-gpu-check: ## Check the GPU backend (not built yet)
-	@echo "gpu-check: the GPU backend is not built yet, so there is nothing to check." >&2; exit 1
+# A machine with a GPU may have no network, so this takes PYTHON as it is, with its own CuPy and torch.
+gpu-check: ## Check the GPU backend on this machine's GPU with PYTHON's own packages, then time it (GPU_CHECK_ARGS)
+	@PYTHONPATH="$(CURDIR)" $(PYTHON) bench/gpu_check.py $(GPU_CHECK_ARGS)
 
 clean: ## Remove .venv and everything generated
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

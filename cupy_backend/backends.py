@@ -47,7 +47,7 @@ def on_host(device: HostDevice) -> Backend:
         device.to_device,
         device.to_host,
         lambda group, faulty: HostStaged(group, device),
-        "the CUDA kernels run on the CPU, every CUDA thread a fiber: slow, so the default batch is small",
+        "the CUDA kernels run on the CPU, every CUDA thread a fiber: slow, so the default batch is small (--lengths)",
     )
 
 

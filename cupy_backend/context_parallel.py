@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from cupy_backend.attention import varlen_attention_forward
 from cupy_backend.collectives import DeviceCollectives, on_device
 from cupy_backend.device import Array, Device, device_of
 from cupy_backend.partition import gather_rows, rank_order, scatter_rows
@@ -44,10 +45,10 @@ def kernels(device: Device | None = None) -> Parts:
     """The backend's pieces for arrays of a device; None: the device that the arrays lie on."""
 
     def forward(*args: Any) -> Any:
-        return import_module("cupy_backend.attention").varlen_attention_forward(*args, device=device)
+        return varlen_attention_forward(*args, device=device)
 
     def backward(*args: Any) -> Any:
-        return import_module("cupy_backend.attention").varlen_attention_backward(*args, device=device)
+        return import_module("cupy_backend.attention_backward").varlen_attention_backward(*args, device=device)
 
     return Parts(rank_metadata, forward, backward)
 
@@ -151,7 +152,7 @@ def context_parallel_backward(
     rows = [_step_rows(x, place) for x in saved.metadata.step_rows]
     for heads_q, heads_kv, (k_all, v_all) in _sliced(exchange, k, v, q.shape[1], saved.head_slices, place):
         q_slice, dout_slice, out_slice = (_heads(x, heads_q, place) for x in (q, dout, saved.out))
-        dk_all, dv_all = (place.zeros(x.shape, accumulate) for x in (k_all, v_all))
+        sums: list[Array] = []
         for step, local in zip(exchange.steps, rows, strict=True):
             dq_step, dk_step, dv_step = pieces.varlen_attention_backward(
                 local.of(dout_slice),
@@ -165,10 +166,9 @@ def context_parallel_backward(
                 saved.softmax_scale,
             )
             local.put(_here(dq_step, place), dq, heads_q)
-            dk_all += _here(dk_step, place)
-            dv_all += _here(dv_step, place)
-        dk[:, heads_kv] = exchange.reduce(dk_all).astype(k.dtype)
-        dv[:, heads_kv] = exchange.reduce(dv_all).astype(v.dtype)
+            found = [_here(x, place).astype(accumulate, copy=False) for x in (dk_step, dv_step)]
+            sums = [a + b for a, b in zip(sums, found, strict=True)] if sums else found
+        dk[:, heads_kv], dv[:, heads_kv] = (exchange.reduce(x).astype(k.dtype) for x in sums)
     return dq, dk, dv
 
 

@@ -225,3 +225,16 @@ def test_a_backend_of_another_name_is_refused():
 
     with pytest.raises(SpecError, match="unknown backend 'tpu': expected host or cupy"):
         load("tpu")
+
+
+@pytest.mark.clause("C5", "A5", "N2")
+@pytest.mark.parametrize("head_dim", [32, 20])
+def test_the_kernels_agree_on_the_host(head_dim):
+    """Head dim 20 is one that only the plain kernels take; 32 is the tuned ones'."""
+    pytest.importorskip("cupy_backend.attention_backward")
+    from cupy_backend.backends import load
+
+    backend = load("host")
+    plan = replace(SMALL, head_dim=head_dim, dtypes=("float32", "float16", "bfloat16"))
+    results = run_ranks(2, lambda group: verify_rank(group, plan, backend=backend))[0]
+    assert [result for result in results if not result.agrees] == []

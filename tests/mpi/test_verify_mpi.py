@@ -1,5 +1,6 @@
 """`thdcp verify` on MPI ranks: it agrees, it can fail, and what it cannot do it says once."""
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -54,3 +55,21 @@ def test_what_no_rank_can_do_is_told_once(launcher: list[str], options: tuple[st
     ended = verify(launcher, 3, *options)
     assert ended.status != 0
     assert says in only_line(ended)
+
+
+@pytest.mark.clause("C5")
+def test_kernels_on_the_host_agree_over_mpi(launcher: list[str]) -> None:
+    pytest.importorskip("cupy_backend.attention_backward")
+    options = ("--backend", "host", "--lengths", "20,0,13,31", "--heads", "2", "--kv-heads", "1", "--window", "4,2")
+    ended = verify(launcher, 2, *options)
+    assert ended.status == 0, ended.output
+    assert "the CUDA kernels run on the CPU" in ended.output
+    assert ended.output.count("48 of 48 cases agree with the oracle") == 1
+
+
+def test_the_gpu_backend_without_a_gpu_is_refused_once(launcher: list[str]) -> None:
+    if importlib.util.find_spec("cupy") is not None:
+        pytest.skip("CuPy is installed")
+    ended = verify(launcher, 2, "--backend", "cupy")
+    assert ended.status == 2
+    assert "the GPU backend needs CuPy" in only_line(ended)
