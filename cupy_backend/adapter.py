@@ -7,7 +7,6 @@ and refused, by refimpl: the backend rests on its `PackedLayout`, and has no oth
 
 from collections.abc import Mapping
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 
 from cupy_backend import metadata, partition
 from cupy_backend.attention import attention_forward, varlen_attention_forward
+from cupy_backend.attention_backward import attention_backward, varlen_attention_backward
 from cupy_backend.collectives import HostStaged
 from cupy_backend.context_parallel import context_parallel_backward, context_parallel_forward, kernels
 from cupy_backend.device import Device, HostDevice
@@ -74,8 +74,7 @@ def _answer(case: Case, tensors: Mapping[str, Any], device: Device) -> dict[str,
         case "mask":
             return {"visible": _visible(StepMetadata.of_layout(case.layout), case, case.layout.total_tokens, device)}
         case "step_mask":
-            names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
-            step = StepMetadata.from_offsets(*(case.inputs[name] for name in names))
+            step = _step_metadata(case)
             return {"visible": _visible(step, case, int(step.cu_seqlens_kv_padded[-1]), device)}
         case "unpartition":
             shards = [tensors[f"x.{r}"] for r in range(case.cp_size)]
@@ -96,6 +95,8 @@ def _answer(case: Case, tensors: Mapping[str, Any], device: Device) -> dict[str,
             return {f"kv_rows.{r}": _rows_of(_metadata(case, r, device).kv_ranges) for r in range(case.cp_size)}
         case "attention_forward" | "attention_backward":
             return _whole(case, tensors, device)
+        case "step_attention_forward" | "step_attention_backward":
+            return _step(case, tensors, device)
         case other:
             raise SpecError("usage", f"case {case.id}: unknown operation {other!r}")
 
@@ -127,8 +128,23 @@ def _whole(case: Case, tensors: Mapping[str, Any], device: Device) -> dict[str, 
     out, lse = attention_forward(q, k, v, *rest, device=device)
     if case.operation == "attention_forward":
         return {"out": out, "lse": lse}
-    attention_backward = import_module("cupy_backend.attention_backward").attention_backward
     gradients = attention_backward(tensors["dout"], q, k, v, out, lse, *rest, device=device)
+    return dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+
+
+def _step_metadata(case: Case) -> StepMetadata:
+    names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+    return StepMetadata.from_offsets(*(case.inputs[name] for name in names))
+
+
+def _step(case: Case, tensors: Mapping[str, Any], device: Device) -> dict[str, Any]:
+    """out and lse, or the gradients, of one attention step."""
+    q, k, v = (tensors[name] for name in ("q", "k", "v"))
+    rest = _step_metadata(case), case.mask, case.inputs.get("softmax_scale")
+    out, lse = varlen_attention_forward(q, k, v, *rest, device=device)
+    if case.operation == "step_attention_forward":
+        return {"out": out, "lse": lse}
+    gradients = varlen_attention_backward(tensors["dout"], q, k, v, out, lse, *rest, device=device)
     return dict(zip(("dq", "dk", "dv"), gradients, strict=True))
 
 
