@@ -21,9 +21,6 @@
 
 namespace thdcp {
 
-constexpr float kLog2E = 1.4426950408889634f;
-constexpr float kLn2 = 0.6931471805599453f;
-
 // One attention step. Document d has cu_q[d + 1] - cu_q[d] queries, the first at row cu_q_padded[d] of the query buffer and at
 // position first_query[d] of the document's keys; these are cu_kv[d + 1] - cu_kv[d], the first at row cu_kv_padded[d] of K
 // and V. `left` and `right` are the mask's bounds, -1 unlimited; right is 0 when it is causal.

@@ -50,6 +50,8 @@ struct alignas(16) Vec16 {
 
 constexpr uint32 kFullWarp = 0xffffffffu;
 constexpr int kWarpSize = 32;
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
 
 }  // namespace thdcp
 
