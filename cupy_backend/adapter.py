@@ -7,7 +7,6 @@ and refused, by refimpl: the backend rests on its `PackedLayout`, and has no oth
 
 from collections.abc import Mapping
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 
 from cupy_backend import metadata, partition
 from cupy_backend.attention import attention_forward, varlen_attention_forward
+from cupy_backend.attention_backward import attention_backward
 from cupy_backend.collectives import HostStaged
 from cupy_backend.context_parallel import context_parallel_backward, context_parallel_forward, kernels
 from cupy_backend.device import Device, HostDevice
@@ -127,7 +127,6 @@ def _whole(case: Case, tensors: Mapping[str, Any], device: Device) -> dict[str, 
     out, lse = attention_forward(q, k, v, *rest, device=device)
     if case.operation == "attention_forward":
         return {"out": out, "lse": lse}
-    attention_backward = import_module("cupy_backend.attention_backward").attention_backward
     gradients = attention_backward(tensors["dout"], q, k, v, out, lse, *rest, device=device)
     return dict(zip(("dq", "dk", "dv"), gradients, strict=True))
 

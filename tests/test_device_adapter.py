@@ -17,7 +17,6 @@ def judged(adapter, cases):
 
 @pytest.mark.clause("C5", "C6", "N2")
 def test_every_case_passes_but_those_declined():
-    pytest.importorskip("cupy_backend.attention_backward")
     adapter = load("cupy_backend.adapter:run")
     assert adapter.declaration.lacks == LACKS
     others = judged(adapter, vectors.load())
@@ -32,7 +31,6 @@ def test_every_case_passes_but_those_declined():
     "device", [DEVICE, HostDevice("random", 9, "random", 1), HostDevice("reverse", cp_async="lazy")], ids=str
 )
 def test_attention_in_low_precision_and_other_orders(dtype, device):
-    pytest.importorskip("cupy_backend.attention_backward")
     cases = [v for v in vectors.load() if {"attention", "context_parallel"} & set(v.case.features)][::3]
     adapter = Adapter("kernels", lambda case: answer(case, dtype, device), Declaration("kernels", dtype, LACKS))
     assert judged(adapter, cases) == []
