@@ -1,13 +1,16 @@
 """Where built kernels are kept, for a CPU and for a GPU alike.
 
-Defines `cache_folder`, `workshop` and `digest`. A file's name holds a hash of everything that it is made of, and it is
-made under another name and then renamed, so that processes that build at once do not see each other's halves.
+Defines `cache_folder`, `one_builder`, `workshop` and `digest`. A file's name holds a hash of everything that it is made
+of, and it is made under another name and then renamed, so that processes that build at once do not see each other's
+halves.
 """
 
+import fcntl
 import hashlib
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from refimpl.errors import SpecError
@@ -31,6 +34,29 @@ def cache_folder() -> Path:
     except OSError as error:
         raise _unwritable(folder, error) from None
     return folder
+
+
+@contextmanager
+def one_builder(result: Path) -> Iterator[bool]:
+    """Whether a file of the cache is to be built; of ranks that start together, the first builds it for all.
+
+    Where files cannot be locked, all build at once, which is slow and right too.
+    """
+    if result.exists():
+        yield False
+        return
+    path = result.with_suffix(".lock")
+    try:
+        lock = path.open("w")
+    except OSError as error:
+        raise _unwritable(result.parent, error) from None
+    with lock:
+        with suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            yield not result.exists()
+        finally:
+            path.unlink(missing_ok=True)
 
 
 def workshop() -> "tempfile.TemporaryDirectory[str]":

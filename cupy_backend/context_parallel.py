@@ -13,12 +13,12 @@ Two things may be asked for beyond the reference, neither of which changes a res
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib import import_module
 from typing import Any, cast
 
 import numpy as np
 
 from cupy_backend.attention import varlen_attention_forward
+from cupy_backend.attention_backward import varlen_attention_backward
 from cupy_backend.collectives import DeviceCollectives, on_device
 from cupy_backend.device import Array, Device, device_of
 from cupy_backend.partition import gather_rows, rank_order, scatter_rows
@@ -48,7 +48,7 @@ def kernels(device: Device | None = None) -> Parts:
         return varlen_attention_forward(*args, device=device)
 
     def backward(*args: Any) -> Any:
-        return import_module("cupy_backend.attention_backward").varlen_attention_backward(*args, device=device)
+        return varlen_attention_backward(*args, device=device)
 
     return Parts(rank_metadata, forward, backward)
 

@@ -26,7 +26,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from cupy_backend.cache import cache_folder, digest, workshop
+from cupy_backend.cache import cache_folder, digest, one_builder, workshop
 from refimpl.errors import SpecError
 
 Schedule = Literal["in_order", "reverse", "random", "priority"]
@@ -248,13 +248,14 @@ def build(source: str | Path, defines: tuple[str, ...] = (), variant: Variant = 
     shim = _shim(compiler, variant)
     key = digest([*_fingerprint(compiler, variant), *flags, *shim], [path, *headers])
     library = cache_folder() / f"{path.stem}-{variant}-{key}.so"
-    if not library.exists():
-        kernel = [*_COMMON, *_KERNEL_FLAGS[variant], "-Wall", "-Wno-unknown-pragmas", *flags, f"-I{SOURCES}"]
-        with workshop() as folder:
-            _run([*compiler, *kernel, "-x", "c++", "-c", str(path), "-o", f"{folder}/kernel.o"], path.name)
-            link = [*compiler, "-shared", "-pthread", "-Wl,-Bsymbolic", *_LINK_FLAGS[variant]]
-            _run([*link, f"{folder}/kernel.o", *shim, "-o", f"{folder}/library.so"], path.name)
-            Path(folder, "library.so").replace(library)
+    with one_builder(library) as missing:
+        if missing:
+            kernel = [*_COMMON, *_KERNEL_FLAGS[variant], "-Wall", "-Wno-unknown-pragmas", *flags, f"-I{SOURCES}"]
+            with workshop() as folder:
+                _run([*compiler, *kernel, "-x", "c++", "-c", str(path), "-o", f"{folder}/kernel.o"], path.name)
+                link = [*compiler, "-shared", "-pthread", "-Wl,-Bsymbolic", *_LINK_FLAGS[variant]]
+                _run([*link, f"{folder}/kernel.o", *shim, "-o", f"{folder}/library.so"], path.name)
+                Path(folder, "library.so").replace(library)
     return library
 
 
@@ -283,11 +284,12 @@ def _shim(compiler: tuple[str, ...], variant: Variant) -> list[str]:
     key = digest(_fingerprint(compiler, variant), [*sources, *headers])
     objects = [cache_folder() / f"{path.stem}-{variant}-{key}.o" for path in sources]
     for path, result in zip(sources, objects, strict=True):
-        if not result.exists():
-            with workshop() as folder:
-                command = [*compiler, *_COMMON, "-O3", *_SHIM_FLAGS[variant], f"-I{SOURCES}", "-c", str(path)]
-                _run([*command, "-o", f"{folder}/shim.o"], path.name)
-                Path(folder, "shim.o").replace(result)
+        with one_builder(result) as missing:
+            if missing:
+                with workshop() as folder:
+                    command = [*compiler, *_COMMON, "-O3", *_SHIM_FLAGS[variant], f"-I{SOURCES}", "-c", str(path)]
+                    _run([*command, "-o", f"{folder}/shim.o"], path.name)
+                    Path(folder, "shim.o").replace(result)
     return [str(path) for path in objects]
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from cupy_backend.cache import cache_folder, digest, workshop
+from cupy_backend.cache import cache_folder, digest, one_builder, workshop
 from cupy_backend.host import SOURCES, KernelError
 from refimpl.errors import SpecError
 
@@ -71,13 +71,14 @@ def build(source: str | Path, architecture: str, defines: tuple[str, ...] = ()) 
     key = digest([str(nvrtc.getVersion()), architecture, *OPTIONS[:-1], *defines], [path, *headers])
     code = cache_folder() / f"{path.stem}-{architecture}-{key}.cubin"
     types = code.with_suffix(".json")
-    if not (code.exists() and types.exists()):
-        cubin, ptx = _compiled(path, options)
-        with workshop() as folder:
-            Path(folder, "code").write_bytes(cubin)
-            Path(folder, "types").write_text(json.dumps(parameters_in(ptx)))
-            Path(folder, "code").replace(code)
-            Path(folder, "types").replace(types)
+    with one_builder(types) as missing:  # it comes last
+        if missing:
+            cubin, ptx = _compiled(path, options)
+            with workshop() as folder:
+                Path(folder, "code").write_bytes(cubin)
+                Path(folder, "types").write_text(json.dumps(parameters_in(ptx)))
+                Path(folder, "code").replace(code)
+                Path(folder, "types").replace(types)
     parameters = json.loads(types.read_text())
     return Build(code, {name: tuple(kinds) for name, kinds in parameters.items()})
 

@@ -39,7 +39,7 @@ REFUSED = 2
 INTERRUPTED = 130
 UNREAD = 141  # as a shell has it for a program that wrote into a pipe that nobody reads
 DEFAULT_HEADS = ((2, 2), (4, 2), (2, 1))
-SMALL_HEADS = ((4, 2), (4, 1))
+SMALL_HEADS = ((4, 2),)
 SMALL = (1024, 400)
 """Tokens, and the longest document, of the default batch for kernels on the CPU, which are slow there."""
 DEFAULT_DTYPES = {

@@ -10,6 +10,7 @@ import pytest
 from support import refused
 
 from cupy_backend import metadata
+from cupy_backend.attention import varlen_attention_forward
 from cupy_backend.collectives import HostStaged
 from cupy_backend.context_parallel import context_parallel_backward, context_parallel_forward, needed_rows, within
 from cupy_backend.device import HOST
@@ -247,3 +248,25 @@ def test_a_group_that_exchanges_nothing_by_need_says_so():
 
     with refused("usage", "Only exchanges nothing by need: gather instead"):
         HostStaged(Only(), HOST).start_exchange([([np.zeros(2)], [(2,)])])
+
+
+@pytest.mark.clause("L5", "R2", "R3", "R5")
+@pytest.mark.parametrize("policy", Policy)
+def test_offsets_that_never_leave_the_device(policy):
+    """A static number of documents, some of them unused, and attention told by the device's own metadata."""
+    layout = padded_for(PackedLayout.from_lengths([40, 0, 23]), policy, 2)
+    tail = [layout.cu_seqlens[-1]] * 5, [layout.cu_seqlens_padded[-1]] * 5
+    cu, padded = (
+        np.concatenate([x, y]).astype(np.int32)
+        for x, y in zip((layout.cu_seqlens, layout.cu_seqlens_padded), tail, strict=True)
+    )
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((layout.total_tokens, 2, 32)).astype(np.float32) for _ in range(3))
+    whole, _ = tiled.attention_forward(q, k, v, layout, AttentionMask())
+    for rank in range(2):
+        made = metadata.device_metadata(cu, padded, layout.total_tokens, policy, 2, rank)
+        out = np.full((len(made.indices), 2, 32), np.nan, np.float32)
+        for step in made.steps:
+            queries = np.ascontiguousarray(q[made.indices][step.rows])
+            out[step.rows], _ = varlen_attention_forward(queries, k, v, step, AttentionMask())
+        assert np.abs(out - whole[made.indices]).max() < 1e-5

@@ -11,7 +11,7 @@ from kernel_cases import divisible_layouts
 from support import refused
 
 from cupy_backend import metadata, partition
-from cupy_backend.device import HostDevice
+from cupy_backend.device import HOST, HostDevice
 from refimpl.errors import SpecError
 from refimpl.layout import PackedLayout
 from refimpl.mask import AttentionMask
@@ -194,3 +194,16 @@ def test_labels_by_hand():
         metadata.next_token_labels(ids[:5], layout)
     with refused("dtype", "expected integers"):
         metadata.next_token_labels(ids.astype(float), layout)
+
+
+@pytest.mark.parametrize("shift", [0, 1, 2, 4, 8])
+def test_rows_may_start_at_any_address(shift):
+    """Accesses are as wide as both addresses allow; the host refuses wider ones, which would not be aligned."""
+    x = HOST.zeros((16 * 9 + 16,), np.uint8)[shift : shift + 16 * 9].reshape(9, 16)
+    x[:] = np.random.default_rng(4).integers(0, 256, x.shape)
+    rows = np.array([3, 8, 0])
+    assert np.array_equal(partition.gather_rows(x, rows, HOST), x[rows])
+    back = HOST.zeros((16 * 9 + 16,), np.uint8)[shift : shift + 16 * 9].reshape(9, 16)
+    partition.scatter_rows(np.ascontiguousarray(x[rows]), rows, back, HOST)
+    assert np.array_equal(back[rows], x[rows])
+    assert not np.delete(back, rows, axis=0).any()

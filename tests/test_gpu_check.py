@@ -62,7 +62,6 @@ def test_work_by_hand(timing):
 @pytest.mark.parametrize("policy", [Policy.PACKED_CONTIGUOUS, Policy.DUAL_CHUNK_SWAP])
 def test_what_is_timed_of_a_policy_is_its_attention(timing, policy):
     """A rank alone, with K and V of all ranks at hand, computes what it would compute among them."""
-    pytest.importorskip("cupy_backend.attention_backward")
     layout = PackedLayout.from_lengths([40, 20], 8)
     rng = np.random.default_rng(0)
     bfloat16 = np.dtype(ml_dtypes.bfloat16)

@@ -3,9 +3,10 @@
     python tests/kernels/plant_faults.py partition metadata
 
 A fault is a change of one place in a source: a barrier removed, a wait for copies one group shorter, a shuffle that
-reads another lane, an index of a shared array shifted, a condition dropped. Each is built for the CPU and run against
-`tests/test_kernels_<source>*.py`, in a process of its own that stops at the first failure. Prints a table, and exits 1
-when a fault was not found. A change that is no fault stands in `HARMLESS`, with the reason.
+reads another lane, an index of a shared array shifted, a condition dropped; and those of `PLANTED`, which no rule makes.
+Each is built for the CPU and run against `tests/test_kernels_<source>*.py`, or what `SUITES` says, in a process of its
+own that stops at the first failure. A header is named with its suffix. Prints a table, and exits 1 when a fault was not
+found. A change that is no fault stands in `HARMLESS`, with the reason.
 """
 
 import os
@@ -36,14 +37,117 @@ HARMLESS: dict[tuple[str, str], str] = {
     ("metadata", "for (int warp = 0; warp < kWarps; warp++) value = minimum(value, smallest[warp]);"): "the same",
     ("metadata", "if (thread_id() > 0) return;"): "all threads write the same",
     ("metadata", "if (thread_id() == 0) cu_q[offsets] = cu_q_padded[offsets] = cu_kv[offsets] = 0;"): "the same",
+    ("attention_forward", "if (tile.rows == 0) return;"): "saves time only: such a block writes no row",
+    ("attention_forward_float32", "if (tile.rows == 0) return;"): "the same",
+    (
+        "attention_forward",
+        "warp_barrier();  // The warp's lanes are done with its part of q.",
+    ): "the last ldmatrix of q has already met all lanes; said all the same, for the reader and for other readers of q",
 }
 """(source, text of the line): why a change there is no fault."""
+
+SUITES = {
+    "attention.cuh": "attention_forward",
+    "shared_tile.cuh": "attention_forward",
+    "attention_forward_float32": "attention_forward",
+    "attention_plain": "attention_forward",
+}
+"""Sources whose tests go by another name."""
+
+PLANTED = {
+    "attention.cuh": [
+        ("right bound one less", "position + right + 1, keys", "position + right, keys"),
+        ("left bound one less", "position - left, keys", "position - left + 1, keys"),
+        ("top-left alignment", "document.first_query = step.first_query[d]", "document.first_query = 0"),
+        ("keys of padding", "document.keys = step.cu_kv[d + 1] - step.cu_kv[d]", "document.keys = int(step.rows_k)"),
+        ("padding row taken for real", "minimum(int64(result.rows), real - offset)", "int64(result.rows)"),
+        ("slot without rows", "padded[middle] / tile + int64(middle)", "padded[middle] / tile"),
+        (
+            "keys of any row cut short",
+            "const int last = keys_seen(i + count - 1).last;",
+            "const int last = keys_seen(i).last;",
+        ),
+        ("keys of all rows too many", "const int last = keys_seen(i).last;", "const int last = keys;"),
+        ("head map h % Hkv", "return head / group();", "return head % heads_kv;"),
+        ("stride of q for out", "(row * heads_q + head) * dim_v", "(row * heads_q + head) * dim_qk"),
+    ],
+    "shared_tile.cuh": [
+        ("swizzle lost", "chunk ^ (row & 7) : chunk ^ (row >> 1 & 3)", "chunk : chunk"),
+        ("rows beyond the last are read", "row < rows && column < columns", "column < columns"),
+        ("columns beyond the last are read", "row < rows && column < columns", "row < rows"),
+        ("a: wrong half", "lane % 16, lane / 16 * 8));\n}\ntemplate", "lane % 16, lane / 8 % 2 * 8));\n}\ntemplate"),
+        ("b: wrong row", "lane % 8 + lane / 16 * 8, lane", "lane % 8 + lane / 8 % 2 * 8, lane"),
+    ],
+    "attention_forward": [
+        ("wait one group shorter", "cp_async_wait<kStages - 2>", "cp_async_wait<kStages - 1>"),
+        (
+            "stage shifted",
+            "k_tiles + stage * kTileK * kDimQk, warp_row",
+            "k_tiles + (stage ^ 1) * kTileK * kDimQk, warp_row",
+        ),
+        ("stage shifted", "scores, v_tiles + stage * kTileK", "scores, v_tiles + (stage ^ 1) * kTileK"),
+        ("stage filled too early", "stage == 0 ? kStages - 1 : stage - 1", "stage"),
+        ("mask dropped", "if (first < all.first || first + kTileK > all.last) mask_tile", "if (false) mask_tile"),
+        ("mask at one end only", "first < all.first || first + kTileK > all.last", "first < all.first"),
+        ("mask at one end only", "first < all.first || first + kTileK > all.last", "first + kTileK > all.last"),
+        ("tile left out", "first < some.last && first + kTileK > some.first", "first < some.last - 16"),
+        ("q's sign lost", "(q[b][i] & keep) ^ flip", "q[b][i] & keep"),
+        ("scale 0 forgotten", "(q[b][i] & keep) ^ flip", "q[b][i] ^ flip"),
+        ("no shrinking of the output", "rows.out[b][n][half * 2] *= shrink, ", ""),
+        ("no shrinking of the sum", "rows.total[b][half] * shrink", "rows.total[b][half]"),
+        ("-inf - -inf", "is_negative_infinity(largest) ? 0.f : largest * c", "largest * c"),
+        (
+            "empty rows by arithmetic",
+            "row_in_tile < tile.real && !document.keys_seen",
+            "row_in_tile < tile.real || document.keys_seen",
+        ),
+        (
+            "rows of the next document written",
+            "warp_row + row < tile.rows && column < step.dim_v",
+            "column < step.dim_v",
+        ),
+        ("lse in base 2", "log2_approx(total)) * kLn2", "log2_approx(total))"),
+        ("p of another key", "pack<T>(p[b][n][2], p[b][n][3])", "pack<T>(p[b][n][3], p[b][n][2])"),
+        ("shared index shifted", "q_tile, warp_row + b * 16, depth", "q_tile, warp_row + (b ^ 1) * 16, depth"),
+        (
+            "shared index shifted",
+            "swizzled<kDimV>(row, n * 8 + lane_id() % 4 * 2)",
+            "swizzled<kDimV>(row, (n ^ 1) * 8 + lane_id() % 4 * 2)",
+        ),
+    ],
+    "attention_forward_float32": [
+        ("shared index shifted", "q_tile + (group + r * kGroup)", "q_tile + ((group ^ 1) + r * kGroup)"),
+        ("shared index shifted", "k_tile + (place + j * kGroup)", "k_tile + ((place ^ 1) + j * kGroup)"),
+        ("mask at one end only", "first < all.first || first + kTileK > all.last", "first < all.first"),
+        ("mask at one end only", "first < all.first || first + kTileK > all.last", "first + kTileK > all.last"),
+        ("mask dropped", "masked && (key", "false && (key"),
+        ("no shrinking of the output", "sums[r][e] *= shrink;", ";"),
+        ("-inf - -inf", "is_negative_infinity(highest) ? 0.f : highest", "highest"),
+        ("empty rows by arithmetic", "const bool sees = row < tile.real &&", "const bool sees = row < tile.real ||"),
+    ],
+}
+"""(what, text, what stands in its place) of faults in one source that no rule makes."""
 
 
 def shared_arrays(text: str) -> list[str]:
     """Names of shared arrays, and of parameters that are handed them."""
     declared = re.findall(r"THDCP_SHARED(?:_ARRAY)?\([\w:]+, (\w+)", text)
     return [*declared, *re.findall(r"(\w+) = \w+\.take<", text)]
+
+
+def planted_in(source: str, text: str) -> list[tuple[str, int, str]]:
+    """The faults of `PLANTED` in a source, as `faults` gives them."""
+    found = []
+    for what, old, new in PLANTED.get(source, []):
+        if text.count(old) != 1:
+            raise SystemExit(f"{source}: {what}: {old!r} stands {text.count(old)} times in it, not once")
+        found.append((what, text.count("\n", 0, text.index(old)) + 1, text.replace(old, new)))
+    return found
+
+
+def file_of(source: str) -> str:
+    """The name of its file."""
+    return source if "." in source else f"{source}.cu"
 
 
 def faults(text: str) -> list[tuple[str, int, str]]:
@@ -67,13 +171,13 @@ def is_found(source: str, text: str) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, "kernels_cu")
         shutil.copytree(SOURCES, copy)
-        (copy / f"{source}.cu").write_text(text)
+        (copy / file_of(source)).write_text(text)
         program = (
             "import sys, pytest; from pathlib import Path; import cupy_backend.host as host;"
             "host.SOURCES = Path(sys.argv[1]);"
             "sys.exit(pytest.main(['-x', '-q', '-p', 'no:cacheprovider', *sys.argv[2:]]))"
         )
-        tests = [str(path) for path in sorted(TESTS.glob(f"test_kernels_{source}*.py"))]
+        tests = [str(path) for path in sorted(TESTS.glob(f"test_kernels_{SUITES.get(source, source)}*.py"))]
         done = subprocess.run(
             [sys.executable, "-c", program, str(copy), *tests],
             capture_output=True,
@@ -91,10 +195,10 @@ def is_found(source: str, text: str) -> bool:
 def main(sources: list[str]) -> int:
     missed = 0
     for source in sources:
-        text = (SOURCES / f"{source}.cu").read_text()
+        text = (SOURCES / file_of(source)).read_text()
         planted: Counter[str] = Counter()
         found: Counter[str] = Counter()
-        for what, line, changed in faults(text):
+        for what, line, changed in [*faults(text), *planted_in(source, text)]:
             if (source, text.splitlines()[line - 1].strip()) in HARMLESS:
                 continue
             planted[what] += 1
@@ -102,7 +206,7 @@ def main(sources: list[str]) -> int:
                 found[what] += 1
             else:
                 missed += 1
-                print(f"{source}.cu:{line}: {what}: not found", flush=True)
+                print(f"{file_of(source)}:{line}: {what}: not found", flush=True)
         for what, count in planted.items():
             print(f"{source:12} {what:32} {found[what]} of {count} found", flush=True)
     return 1 if missed else 0

@@ -59,7 +59,6 @@ def test_what_no_rank_can_do_is_told_once(launcher: list[str], options: tuple[st
 
 @pytest.mark.clause("C5")
 def test_kernels_on_the_host_agree_over_mpi(launcher: list[str]) -> None:
-    pytest.importorskip("cupy_backend.attention_backward")
     options = ("--backend", "host", "--lengths", "20,0,13,31", "--heads", "2", "--kv-heads", "1", "--window", "4,2")
     ended = verify(launcher, 2, *options)
     assert ended.status == 0, ended.output
