@@ -129,6 +129,8 @@ class Layouts:
         cases.append(self.extreme(ranks))
         cases += self.refusals(layout, cp_size)
         cases += self.step_attention()
+        cases += self.ids()
+        cases += self.tensors_to_refuse()
         return [(case, expected_of(case, dtypes)) for case in cases]
 
     def merge(self):
@@ -145,6 +147,40 @@ class Layouts:
             out[np.isneginf(lse).T] = np.nan
             tensors |= {f"out.{p}": out, f"lse.{p}": lse}
         return self.case("merge", {}, tensors)
+
+    def ids(self):
+        """Position and segment ids, and some that tell no layout."""
+        lengths = [1, 1, *(int(n) for n in self.rng.integers(1, 6, 3))]
+        positions = [i for n in lengths for i in range(n)]
+        padding = self.pick([0, -1])
+        names = [int(name) for name in self.rng.permutation([x for x in range(5) if x != padding])]
+        segments = [padding] * int(self.rng.integers(1, 3)) if self.chance(0.5) else []
+        for name in names:
+            segments += [name] * int(self.rng.integers(1, 5)) + [padding] * int(self.rng.integers(0, 3))
+        segments += [padding]
+        refused = [
+            {"call": "from_position_ids", "ids": [7, 8, *positions]},
+            {"call": "from_position_ids", "ids": [*positions, positions[-1] + 2]},
+            {"call": "from_segment_ids", "ids": [*segments, names[0]], "padding_id": padding},
+        ]
+        return [
+            self.case("from_position_ids", {"ids": positions}),
+            self.case("from_segment_ids", {"ids": segments, "padding_id": padding}),
+            *(self.case("refuse", inputs) for inputs in refused),
+        ]
+
+    def tensors_to_refuse(self):
+        """One request for each kind of tensors that attention refuses."""
+        rows = int(self.rng.integers(4, 9))
+        layout = {"cu_seqlens": [0, 3, rows], "cu_seqlens_padded": [0, 3, rows], "total_tokens": rows}
+        inputs = layout | {"call": "attention", "causal": True, "window": [-1, -1], "softmax_scale": None}
+        given = [
+            ([[rows, 4, 4], [rows, 3, 4], [rows, 3, 4]], "float32"),
+            ([[rows + 1, 2, 4]] * 3, "float32"),
+            ([[rows, 2, 4]] * 3, "int32"),
+        ]
+        told = [{"shapes": dict(zip("qkv", x, strict=True)), "dtypes": dict.fromkeys("qkv", y)} for x, y in given]
+        return [self.case("refuse", inputs | tensors) for tensors in told]
 
     def step_attention(self):
         """One step on which some documents have more queries than keys, forward and backward."""

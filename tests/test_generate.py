@@ -101,6 +101,7 @@ class TestWitness:
             ("from-position-ids-no-rows", [], [0], [0]),
             ("from-segment-ids-padding", [1, 1, 0, 2, 2, 2, 0, 0], [0, 2, 5], [0, 3, 8]),
             ("from-segment-ids-padding-first", [0, 0, 5, 5, 7], [0, 0, 2, 3], [0, 2, 4, 5]),
+            ("from-segment-ids-not-ascending-padding", [8, 8, 8, 3, 0, 5, 5, 0], [0, 3, 4, 6], [0, 3, 5, 8]),
             ("from-segment-ids-minus-one", [0, 0, -1, 1, 1, 1, -1], [0, 2, 5], [0, 3, 7]),
             ("from-segment-ids-no-padding-id", [0, 0, 1, 1, 1, 2], [0, 2, 5, 6], [0, 2, 5, 6]),
             ("from-segment-ids-all-padding", [0, 0, 0, 0], [0, 0], [0, 4]),

@@ -13,6 +13,7 @@ from refimpl.conformance.cases import Case, Expected
 from refimpl.conformance.faults import (
     collectives,
     gradients,
+    ids,
     labels,
     lse,
     masks,
@@ -34,6 +35,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *padding.MUTANTS,
     *ownership.MUTANTS,
     *offsets.MUTANTS,
+    *ids.MUTANTS,
     *labels.MUTANTS,
     *refusals.MUTANTS,
     *scores.MUTANTS,

@@ -95,6 +95,8 @@ def ids_cases() -> Iterator[Case]:
         why="Padding ahead of the first document belongs to one of no tokens, or all rows would move.")
     yield from_segment_ids("not-ascending", [7, 7, 2, 9, 9, 9, 4], 0,
         why="Ids need not ascend or follow each other: they are names.")
+    yield from_segment_ids("not-ascending-padding", [8, 8, 8, 3, 0, 5, 5, 0], 0,
+        why="Counted id by id and taken in ascending order, rows and padding go to other documents.")
     yield from_segment_ids("no-padding-id", [0, 0, 1, 1, 1, 2], None,
         why="Without a padding id every id is a document, 0 included.")
     yield from_segment_ids("all-padding", [0, 0, 0, 0], 0,

@@ -56,6 +56,8 @@ def refuse_ids_cases() -> Iterator[Case]:
     """Ids that are no layout."""
     yield refuse_ids("position-ids-of-a-rank", "L8", [1024, 1025, 0, 1],
         why="The ids of one rank, read as offsets in prime-rl#2392: its first document began on another.")
+    yield refuse_ids("position-ids-from-one", "L8", [1, 2, 0, 1, 2],
+        why="Positions that count from 1 in the first document, or whose first token is on another rank.")
     yield refuse_ids("position-ids-gap", "L8", [0, 1, 3, 4],
         why="A position is left out: tokens are missing, or documents joined.")
     yield refuse_ids("position-ids-standstill", "L8", [0, 1, 1, 2],

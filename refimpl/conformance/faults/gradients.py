@@ -10,6 +10,7 @@ import numpy as np
 from refimpl.conformance.cases import Case
 from refimpl.conformance.faults.mutant import Array, Mutant, mutant, returned_as, rows_of_output
 from refimpl.conformance.faults.scores import bfloat16
+from refimpl.conformance.judge import sees_keys
 from refimpl.layout import IntArray
 from refimpl.mask import AttentionMask
 
@@ -39,6 +40,14 @@ def last_token_into_padding(name: str, array: Array, case: Case, rank: int | Non
         if i:
             array[i] = array[i - 1]
     return array
+
+
+def nan_where_nothing_is_seen(name: str, array: Array, case: Case, rank: int | None) -> Array:
+    """NaN for dq of every row that sees no key, of exp(-inf - -inf)."""
+    if name != "dq":
+        return array
+    sees = sees_keys(case)[rows_of_output(name, case, rank)]
+    return np.where(sees[:, None, None], array, np.nan)
 
 
 def own_shard_everywhere(buffer: Array, held: Sequence[IntArray], rank: int) -> Array:
@@ -137,6 +146,12 @@ MUTANTS: tuple[Mutant, ...] = (
         "backward",
         "gives padding rows of dk and dv the gradient of the row before",
         finish=last_token_into_padding,
+    ),
+    mutant(
+        "nan-gradients-without-keys",
+        "backward",
+        "takes the weights of rows that see no key from an lse of -inf, which gives NaN for their dq",
+        finish=nan_where_nothing_is_seen,
     ),
 )
 """In the order of `mutants.MUTANTS`."""

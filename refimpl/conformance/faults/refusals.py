@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from refimpl.attention import check_attention_inputs
 from refimpl.conformance.faults.mutant import Mutant, Pieces, mutant
 from refimpl.errors import SpecError
 from refimpl.layout import IntArray, PackedLayout, offsets_of
@@ -91,6 +92,20 @@ def _saturated(layout: PackedLayout, policy: Any, cp_size: int, cp_rank: int) ->
     return PackedLayout(real, physical, layout.total_tokens), policy, cp_size, cp_rank
 
 
+def _unchecked(code: str) -> Pieces:
+    """Tensors that should be refused with `code` are taken."""
+
+    def check(*arguments: Any) -> float:
+        try:
+            return check_attention_inputs(*arguments)
+        except SpecError as error:
+            if error.code != code:
+                raise
+            return 1.0
+
+    return {"check_tensors": check}
+
+
 def _bounds_below_0_unlimited(causal: bool, window: tuple[int, int]) -> AttentionMask:
     return AttentionMask(causal, (max(window[0], -1), max(window[1], -1)))
 
@@ -166,6 +181,14 @@ MUTANTS: tuple[Mutant, ...] = (
         "clips offsets that int32 does not hold",
         **_instead("int32_overflow", _saturated),
     ),
+    mutant(
+        "indivisible-heads",
+        "refusal",
+        "takes query heads that are no multiple of the K/V heads",
+        **_unchecked("heads"),
+    ),
+    mutant("unchecked-shapes", "refusal", "takes tensors of any shape", **_unchecked("shape")),
+    mutant("integers-as-floats", "refusal", "takes tensors of integers", **_unchecked("dtype")),
     mutant(
         "refused-empty-documents",
         "refusal",
