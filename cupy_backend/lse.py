@@ -13,6 +13,7 @@ import numpy as np
 from cupy_backend.attention import on_device
 from cupy_backend.device import Array, Device, device_of
 from refimpl.errors import SpecError
+from refimpl.lse import check_parts
 
 WARPS = 8
 THREADS = 256
@@ -31,17 +32,9 @@ def merge_partials(outs: Sequence[Any], lses: Sequence[Any], *, device: Device |
     Raises:
         SpecError: shape, also when there is no part; dtype; usage. [A7]
     """
-    if len(outs) == 0 or len(outs) != len(lses):
-        raise SpecError("shape", f"{len(outs)} outs and {len(lses)} lses: expected one lse for each out, one or more")
+    check_parts([tuple(x.shape) for x in outs], [tuple(x.shape) for x in lses])
     place, parts = on_device(device, *outs)
     weights = [place.as_array(lse) for lse in lses]
-    for i, (part, weight) in enumerate(zip(parts, weights, strict=True)):
-        if part.ndim != 3 or part.shape != parts[0].shape or weight.shape != (part.shape[1], part.shape[0]):
-            raise SpecError(
-                "shape",
-                f"outs[{i}] has shape {list(part.shape)} and lses[{i}] {list(weight.shape)}: expected [Tq, H, Dv], "
-                f"the same for all parts, and [H, Tq]",
-            )
     rows, heads, dim = parts[0].shape
     stacked = _stacked(parts, parts[0].dtype, place), _stacked(weights, np.float32, place)
     out, lse = place.empty((rows, heads, dim), np.float32), place.empty((heads, rows), np.float32)

@@ -33,19 +33,12 @@ def merge_partials(outs: Sequence[Any], lses: Sequence[Any]) -> tuple[Array, Arr
     Raises:
         SpecError: shape, also when there is no part; lse when one is +inf (see `lse_from`). [A7]
     """
-    if len(outs) == 0 or len(outs) != len(lses):
-        raise SpecError("shape", f"{len(outs)} outs and {len(lses)} lses: expected one lse for each out, one or more")
+    check_parts([np.shape(x) for x in outs], [np.shape(x) for x in lses])
     dtypes = [np.asarray(x).dtype for x in (*outs, *lses)]
     dtype = np.result_type(np.float32, *(dtype for dtype in dtypes if dtype.itemsize > 4))
     parts = [np.asarray(x).astype(dtype) for x in outs]
     weights = [np.asarray(x).astype(dtype) for x in lses]
-    for i, (part, weight) in enumerate(zip(parts, weights, strict=True)):
-        if part.ndim != 3 or part.shape != parts[0].shape or weight.shape != (part.shape[1], part.shape[0]):
-            raise SpecError(
-                "shape",
-                f"outs[{i}] has shape {list(part.shape)} and lses[{i}] {list(weight.shape)}: expected [Tq, H, Dv], "
-                f"the same for all parts, and [H, Tq]",
-            )
+    for i, weight in enumerate(weights):
         if np.isposinf(weight).any():
             raise SpecError(
                 "lse", f"lses[{i}] holds +inf: if it marks rows without keys, convert it with lse_from(empty=inf)"
@@ -63,6 +56,23 @@ def merge_partials(outs: Sequence[Any], lses: Sequence[Any]) -> tuple[Array, Arr
         share_of_row = share.T[:, :, None]
         out += np.where(share_of_row > 0, part, 0) * share_of_row
     return np.where(np.isnan(lse).T[:, :, None], np.nan, out).astype(dtype), lse
+
+
+def check_parts(outs: Sequence[tuple[int, ...]], lses: Sequence[tuple[int, ...]]) -> None:
+    """Shapes that `merge_partials` takes.
+
+    Raises:
+        SpecError: shape.
+    """
+    if len(outs) == 0 or len(outs) != len(lses):
+        raise SpecError("shape", f"{len(outs)} outs and {len(lses)} lses: expected one lse for each out, one or more")
+    for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
+        if len(out) != 3 or out != outs[0] or lse != (out[1], out[0]):
+            raise SpecError(
+                "shape",
+                f"outs[{i}] has shape {list(out)} and lses[{i}] {list(lse)}: expected [Tq, H, Dv], the same for all "
+                f"parts, and [H, Tq]",
+            )
 
 
 def lse_to(lse: Any, *, base: float = np.e, empty: float = -np.inf, heads_last: bool = False) -> Array:
