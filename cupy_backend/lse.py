@@ -32,7 +32,7 @@ def merge_partials(outs: Sequence[Any], lses: Sequence[Any], *, device: Device |
     Raises:
         SpecError: shape, also when there is no part; dtype; usage. [A7]
     """
-    check_parts([tuple(x.shape) for x in outs], [tuple(x.shape) for x in lses])
+    check_parts([tuple(np.shape(x)) for x in outs], [tuple(np.shape(x)) for x in lses])
     place, parts = on_device(device, *outs)
     weights = [place.as_array(lse) for lse in lses]
     rows, heads, dim = parts[0].shape
