@@ -6,7 +6,8 @@
 //   lse_convention   one thread an element, blocks of 256: ceil(heads * rows / 256)
 //
 // A part whose lse is -inf saw no key of that row: its `out` there may be anything and is not read. An lse of +inf, which is
-// another framework's mark of such rows, is not looked for: that would make the host wait. It gives NaN.
+// another framework's mark of such rows, is not looked for: that would make the host wait. It gives NaN, as
+// an lse of NaN does.
 //
 // clauses: A6 A7 N3
 // versions:
@@ -26,8 +27,11 @@ THDCP_DEVICE void merge(const T* outs, const float* lses, int parts, int64 rows,
   if (pair >= rows * heads) return;
   const int64 row = pair / heads, of_all = rows * heads, at = (pair % heads) * rows + row;
   float largest = negative_infinity();
-  for (int p = 0; p < parts; p++) largest = maximum(largest, lses[p * of_all + at]);
-  const bool empty = is_negative_infinity(largest);
+  bool empty = true;  // Not read off the largest: of NaN alone there is none.
+  for (int p = 0; p < parts; p++) {
+    largest = maximum(largest, lses[p * of_all + at]);
+    empty = empty && is_negative_infinity(lses[p * of_all + at]);
+  }
   float total = 0;
   for (int p = 0; p < parts && !empty; p++) total += exp2_approx((lses[p * of_all + at] - largest) * kLog2E);
   for (int c = lane_id(); c < dim; c += kWarpSize) {

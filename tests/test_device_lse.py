@@ -64,6 +64,22 @@ def test_a_merge_worked_by_hand():
 
 
 @pytest.mark.clause("A7")
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_an_lse_that_is_no_number_makes_its_row_none(count, value):
+    """And no other row: row 4 of head 1, whether or not other parts saw keys there."""
+    outs, lses = parts_of(np.float32, count)
+    expected = device_lse.merge_partials(outs, lses, device=DEVICES[0])
+    lses[-1][1, 4] = value
+    out, lse = device_lse.merge_partials(outs, lses, device=DEVICES[0])
+    assert np.isnan(lse[1, 4])
+    assert np.isnan(out[4, 1]).all()
+    out[4, 1], lse[1, 4] = expected[0][4, 1], expected[1][1, 4]
+    np.testing.assert_array_equal(out, expected[0])
+    np.testing.assert_array_equal(lse, expected[1])
+
+
+@pytest.mark.clause("A7")
 def test_parts_that_do_not_fit_are_refused():
     outs, lses = parts_of(np.float32)
     for these in ([], lses[:2], [lses[0].T, *lses[1:]]):
