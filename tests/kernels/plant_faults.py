@@ -3,7 +3,7 @@
     python tests/kernels/plant_faults.py partition metadata
 
 A fault is a change of one place in a source: a barrier removed, a wait for copies one group shorter, a shuffle that
-reads another lane, an index of a shared array shifted, a condition dropped; and those of `PLANTED`, which no rule makes.
+reads another lane, an index of a shared array shifted, a condition dropped; and those of `PLANTED`, that no rule makes.
 Each is built for the CPU and run against `tests/test_kernels_<source>*.py`, or what `SUITES` says, in a process of its
 own that stops at the first failure. A header is named with its suffix. Prints a table, and exits 1 when a fault was not
 found. A change that is no fault stands in `HARMLESS`, with the reason.
