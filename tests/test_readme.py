@@ -60,4 +60,4 @@ def test_what_check_says_of_a_wrong_implementation(monkeypatch, capsys):
 def test_the_numbers_of_vectors_and_faults():
     text = README.read_text(encoding="utf-8")
     assert f"{len(vectors.load())} questions with one right answer" in text
-    assert f"It knows {len(MUTANTS)} faults" in text
+    assert f"It knows {len(MUTANTS)} faults, {sum(mutant.source != '' for mutant in MUTANTS)} of them from" in text
