@@ -245,8 +245,8 @@ THDCP_DEVICE void attention_dq(const T* dout, const T* q, const T* k, const T* v
   const int warp_real = minimum(kWarpRowsQ, tile.real - warp_row);  // 0 or less for a warp of padding
   const int64 first_row = tile.offset + warp_row;
   const Range some = warp_real > 0 ? document.keys_of_any(first_row, warp_real) : Range{0, 0};
-  // Rows of padding in a warp see nothing, so no tile goes unmasked there.
-  const Range all = warp_real == kWarpRowsQ ? document.keys_of_all(first_row, kWarpRowsQ) : Range{0, 0};
+  // Of the real rows alone: what the others sum up is not written.
+  const Range all = warp_real > 0 ? document.keys_of_all(first_row, warp_real) : Range{0, 0};
 
   QueryRows rows;
 #pragma unroll
@@ -382,8 +382,8 @@ THDCP_DEVICE void attention_dk_dv(const T* dout, const T* q, const T* k, const T
   const int warp_real = minimum(kWarpRowsK, tile.real - warp_row);  // 0 or less for a warp of padding
   const int64 first_row = tile.offset + warp_row;
   const Range some = warp_real > 0 ? document.queries_of_any(first_row, warp_real) : Range{0, 0};
-  // Rows of padding in a warp are seen by nobody, so no tile goes unmasked there.
-  const Range all = warp_real == kWarpRowsK ? document.queries_of_all(first_row, kWarpRowsK) : Range{0, 0};
+  // Of the real rows alone: what the others sum up is not written.
+  const Range all = warp_real > 0 ? document.queries_of_all(first_row, warp_real) : Range{0, 0};
 
   const int64 stride_q = int64(step.heads_q) * step.dim_qk, stride_out = int64(step.heads_q) * step.dim_v;
   const auto load_queries = [&](int t) {

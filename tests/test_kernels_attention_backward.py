@@ -257,6 +257,22 @@ def test_a_longer_tail_of_repeated_offsets_changes_no_bit(dtype):
         assert a.tobytes() == b.tobytes()
 
 
+@pytest.mark.clause("B2")
+def test_infinities_of_one_document_reach_neither_padding_nor_another(dtype):
+    # As when a scaled loss overflows. In the padding's own tile 0 times infinity is NaN.
+    layout = PackedLayout.from_lengths([30, 50, 20], padded_lengths=[30, 60, 25])
+    given = case(layout, AttentionMask(causal=False), dtype).inputs
+    usual = varlen_attention_backward(*given, StepMetadata.of_layout(layout), AttentionMask(causal=False))
+    dout, q, k, v, out, lse = (x.copy() for x in given)
+    dout[40], k[50] = np.inf, np.nan
+    given = (dout, q, k, v, out, lse)
+    results = varlen_attention_backward(*given, StepMetadata.of_layout(layout), AttentionMask(causal=False))
+    for name, a, b in zip(GRADIENTS, results, usual, strict=True):
+        others = layout.document_ids != 1
+        assert (a[others] == b[others]).all(), name
+        assert not np.isfinite(a[~others].astype(np.float32)).all(), name
+
+
 @pytest.mark.parametrize("kernel", ["dq", "dk_dv"])
 def test_tiles_that_no_row_meets_are_skipped(kernel):
     layout = PackedLayout.from_lengths([1024])

@@ -18,6 +18,7 @@ TESTS = Path(__file__).parent
 CHOSEN = {
     "test_kernels_partition.py": "by_hand or (order_and_back and 7-1-8)",
     "test_kernels_metadata.py": "changes_nothing or by_hand or gravest or no_queries or repeated_offsets",
+    "test_kernels_attention_backward.py": "more_queries or everywhere-nan or (only_the_plain and 5) or (dims and 40)",
     "test_kernels_attention_forward.py": "more_queries or everywhere-nan or (only_the_plain and 5) or (dims and 40)",
 }
 """Which tests of a file, as pytest's -k."""

@@ -47,6 +47,12 @@ HARMLESS: dict[tuple[str, str], str] = {
         "attention_forward",
         "warp_barrier();  // The warp's lanes are done with its part of q.",
     ): "the last ldmatrix of q has already met all lanes; said all the same, for the reader and for other readers of q",
+    ("attention_backward", "if (tile.rows == 0) return;"): "the same",
+    ("attention_backward_float32", "if (tile.rows == 0) return;"): "the same",
+    (
+        "attention_backward",
+        "warp_barrier();  // The warp's lanes are done with its part of q.",
+    ): "the last ldmatrix of q has already met all lanes; said all the same",
 }
 """(source, text of the line): why a change there is no fault."""
 
@@ -55,6 +61,9 @@ SUITES = {
     "shared_tile.cuh": "attention_forward",
     "attention_forward_float32": "attention_forward",
     "attention_plain": "attention_forward",
+    "attention_backward_float32": "attention_backward",
+    "attention_backward_plain": "attention_backward",
+    "cast": "attention_backward",
 }
 """Sources whose tests go by another name."""
 
@@ -128,6 +137,109 @@ PLANTED = {
         ("no shrinking of the output", "sums[r][e] *= shrink;", ";"),
         ("-inf - -inf", "is_negative_infinity(highest) ? 0.f : highest", "highest"),
         ("empty rows by arithmetic", "const bool sees = row < tile.real &&", "const bool sees = row < tile.real ||"),
+    ],
+    "attention_backward": [
+        ("next tile fetched too late", "if (t + 1 < tiles) load_keys(t + 1);", "if (t + 2 < tiles) load_keys(t + 1);"),
+        ("stage shifted", "scores, q_tile, k_tiles + stage * WALK_K", "scores, q_tile, k_tiles + (stage ^ 1) * WALK_K"),
+        ("stage shifted", "dp, dout_tile, v_tiles + stage * WALK_K", "dp, dout_tile, v_tiles + (stage ^ 1) * WALK_K"),
+        ("stage shifted", "sums, scores, k_tiles + stage * WALK_K", "sums, scores, k_tiles + (stage ^ 1) * WALK_K"),
+        ("stage shifted", "q_tile = q_tiles + stage * WALK_Q", "q_tile = q_tiles + (stage ^ 1) * WALK_Q"),
+        ("stage shifted", "lse_tiles + stage * WALK_Q, delta", "lse_tiles + (stage ^ 1) * WALK_Q, delta"),
+        ("stored too early", "    if (t + 1 < tiles) store_rows(t + 1);", "    if (t + 1 < tiles) store_rows(t);"),
+        (
+            "shared index shifted",
+            "load_a<kDim>(a[b], own, warp_row + b * 16",
+            "load_a<kDim>(a[b], own, warp_row + (b ^ 1) * 16",
+        ),
+        (
+            "shared index shifted",
+            "load_b_rows_k<kDim>(right, walk, n * 8, f",
+            "load_b_rows_k<kDim>(right, walk, (n ^ 2) * 8, f",
+        ),
+        ("shared index shifted", "lse[column_in_tile(n, j)]", "lse[column_in_tile(n, j ^ 1)]"),
+        ("shared index shifted", "delta[column_in_tile(n, j)]", "delta[column_in_tile(n, j ^ 1)]"),
+        (
+            "shared index shifted",
+            "swizzled<kDimQk>(row_in_warp(b, half), column_in_tile(n, 0))",
+            "swizzled<kDimQk>(row_in_warp(b, half), column_in_tile(n ^ 1, 0))",
+        ),
+        ("part of the columns shifted", "dout_tile, part * kColumnsV", "dout_tile, (SPLIT - 1 - part) * kColumnsV"),
+        ("mask dropped", "column < met.first || column >= met.last", "column >= met.last"),
+        ("mask dropped", "column < met.first || column >= met.last", "column < met.first"),
+        ("mask dropped", "keep_columns(scores, b, half, met, first);", ";"),
+        ("mask dropped", "keep_columns(dp, b, half, met, first);", ";"),
+        (
+            "mask dropped",
+            "if (first < all.first || last > all.last) {\n#pragma unroll\n      for (int b = 0; b < kBlocksQ",
+            "if (false) {\n#pragma unroll\n      for (int b = 0; b < kBlocksQ",
+        ),
+        (
+            "mask at one end only",
+            "if (first < all.first || last > all.last) {\n#pragma unroll\n      for (int b = 0; b < kBlocksQ",
+            "if (first < all.first) {\n#pragma unroll\n      for (int b = 0; b < kBlocksQ",
+        ),
+        (
+            "mask at one end only",
+            "if (first < all.first || last > all.last) {\n#pragma unroll\n        for (int b = 0; b < kBlocksK",
+            "if (last > all.last) {\n#pragma unroll\n        for (int b = 0; b < kBlocksK",
+        ),
+        ("tile left out", "last <= some.first || first >= some.last", "last <= some.first || first + 16 >= some.last"),
+        ("tile left out", "first < some.last && last > some.first", "first < some.last && last > some.first + 16"),
+        ("lse of another head", "first_head + t / tiles_a_head);\n    next_lse", "first_head);\n    next_lse"),
+        ("a head of the group left out", "tiles_a_head * step.group()", "tiles_a_head * maximum(1, step.group() - 1)"),
+        ("rows of the next document written", "row < rows && column < columns", "column < columns"),
+        ("columns beyond the last written", "row < rows && column < columns", "row < rows"),
+        (
+            "rows of the next document written",
+            "warp_row + row < tile.rows && column < step.dim_qk",
+            "column < step.dim_qk",
+        ),
+        ("padding by arithmetic", "seen ? Pair{low, high} : Pair{0.f, 0.f}", "Pair{low, high}"),
+        (
+            "scale forgotten",
+            "warp_real, rows, step.dim_qk - column_k, step.softmax_scale",
+            "warp_real, rows, step.dim_qk - column_k, 1.f",
+        ),
+        ("ds of another key", "weights.at[b][n + i / 2][i % 2 * 2],", "weights.at[b][n + i % 2][i / 2 * 2],"),
+    ],
+    "attention_backward_float32": [
+        (
+            "shared index shifted",
+            "own + at_row<kColumns>(own_row()) + column",
+            "own + at_row<kColumns>(own_row() ^ 1) + column",
+        ),
+        ("shared index shifted", "walk + at_row<kColumns>(place", "walk + at_row<kColumns>(1 ^ place"),
+        ("shared index shifted", "walk + at_row<kColumns>(j) + n", "walk + at_row<kColumns>(j ^ 1) + n"),
+        ("mask dropped", "key < seen.first || key >= seen.last", "key >= seen.last"),
+        ("mask dropped", "key < seen.first || key >= seen.last", "key < seen.first"),
+        ("mask dropped", "query >= seeing.first && query < seeing.last", "query < seeing.last"),
+        ("mask dropped", "query >= seeing.first && query < seeing.last", "query >= seeing.first"),
+        ("padding by arithmetic", "sees ? sums[n * 4 + i] * factor : 0.f", "sums[n * 4 + i] * factor"),
+        ("columns beyond the last written", "if (column < columns) *rein", "if (true) *rein"),
+        ("rows of the next document written", "if (own_row() < tile.rows) write", "if (true) write"),
+        ("rows beyond the last are read", "row < rows && column < columns", "column < columns"),
+        (
+            "lse of another head",
+            "step.at_lse(document.q_row + query, head)",
+            "step.at_lse(document.q_row + query, first_head)",
+        ),
+    ],
+    "attention_backward_plain": [
+        ("padding by arithmetic", "i < document.queries ? document", "true ? document"),
+        ("padding by arithmetic", "j < document.keys ? document", "true ? document"),
+        ("head left out", "head < first_head + step.group()", "head < first_head + 1"),
+        ("scale forgotten", "step.softmax_scale * k_sums[c]", "k_sums[c]"),
+        ("lse in base 2", "lse[step.at_lse(row, head)]) * kLog2E", "lse[step.at_lse(row, head)])"),
+        ("delta dropped", "p * (dp - delta[step.at_lse(row, head)])", "p * dp"),
+    ],
+    "cast": [
+        ("tail left out", "for (int64 i = first; i < count; i++) y", "for (int64 i = first + 1; i < count; i++) y"),
+        ("tail left out", "for (int64 i = first; i < count; i++) sum", "for (int64 i = first + 1; i < count; i++) sum"),
+        (
+            "four at the end",
+            "if (first + 4 <= count) {\n    const Four four",
+            "if (first < count) {\n    const Four four",
+        ),
     ],
 }
 """(what, text, what stands in its place) of faults in one source that no rule makes."""
