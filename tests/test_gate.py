@@ -18,6 +18,7 @@ def rows(nvrtc):
     return [row for source in gate.sources() for row in gate.measure(source)]
 
 
+@pytest.mark.slow
 def test_every_kernel_of_every_source_was_built(rows):
     assert {source.name for source in gate.sources()} == {row.source for row in rows}
     for source in gate.sources():
@@ -28,10 +29,12 @@ def test_every_kernel_of_every_source_was_built(rows):
             assert built
 
 
+@pytest.mark.slow
 def test_no_kernel_spills(rows):
     assert gate.complaints(rows) == []
 
 
+@pytest.mark.slow
 def test_the_table_is_what_the_compiler_says(rows):
     committed = gate.TABLE.read_text()
     if not gate.same_version(committed):
