@@ -291,11 +291,17 @@ def test_tiles_that_no_row_meets_are_skipped(kernel):
 @pytest.mark.parametrize("count", [0, 1, 3, 4, 1023, 1024, 4099])
 def test_sums_are_rounded_once(count, dtype):
     device = HostDevice()
-    x = device.empty((count,), np.float32)
+    x = device.empty((count + 8,), np.float32)
+    x[...] = 1
+    x = x[:count]
     x[...] = np.random.default_rng(count).normal(size=count) * 3
     if count > 3:
         x[:4] = 1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-11, np.inf  # halfway between two of bfloat16, of float16
     assert rounded(x, dtype, device).tobytes() == x.astype(dtype).tobytes()
+    if dtype != np.float32 and count > 0:
+        longer = device.zeros((count + 8,), dtype)
+        device.launch("cast", f"cast_{dtype.name}", -(-count // 1024), 256, [x, count, longer])
+        assert not longer[count:].astype(np.float32).any()
     total, more = device.empty((count,), np.float32), x * 7
     total[...] = x
     device.launch("cast", "add_floats", -(-count // 1024), 256, [device.as_array(more), count, total])
