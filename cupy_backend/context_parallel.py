@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from cupy_backend.attention import varlen_attention_forward
+from cupy_backend.attention import DTYPES, stand_in, varlen_attention_forward
 from cupy_backend.attention_backward import varlen_attention_backward
 from cupy_backend.collectives import DeviceCollectives, on_device
 from cupy_backend.device import Array, Device, device_of
@@ -36,9 +36,6 @@ from refimpl.layout import PackedLayout
 from refimpl.mask import AttentionMask
 from refimpl.metadata import RankMetadata, StepMetadata, rank_metadata
 from refimpl.partition import Policy, as_policy, rank_order_is_sequence_order
-
-DTYPES = ("float32", "float16", "bfloat16")
-"""What the kernels compute in."""
 
 
 def kernels(device: Device | None = None) -> Parts:
@@ -100,7 +97,7 @@ def context_parallel_forward(
     def checked() -> tuple[Mapping[str, str], tuple[float, RankMetadata, Device, list[Array], Parts]]:
         place = device or device_of(q, k, v)
         arrays = [place.as_array(x) for x in (q, k, v)]
-        queries, keys, values = (_stand_in(x) for x in arrays)
+        queries, keys, values = (stand_in(x) for x in arrays)
         facts, scale = check_forward(queries, keys, values, layout, policy, group.size, mask, softmax_scale)
         _check_dtype(arrays[0])
         _check_options(arrays[1], policy, head_slices, by_need)
@@ -139,7 +136,7 @@ def context_parallel_backward(
 
     def checked() -> tuple[Mapping[str, str], Array]:
         array = place.as_array(dout)
-        return check_backward(_stand_in(array), saved), array
+        return check_backward(stand_in(array), saved), array
 
     _, dout = agreed(cast(Collectives, group), checked)
     pieces = parts or kernels(place)
@@ -376,11 +373,6 @@ def _heads(x: Array, heads: slice, device: Device) -> Array:
 def _here(x: Array, device: Device) -> Array:
     """What a piece returned; a piece that stands in for a kernel may work with NumPy."""
     return device.to_device(x) if isinstance(x, np.ndarray) else x
-
-
-def _stand_in(x: Array) -> Any:
-    """An array of NumPy with x's shape and dtype and no memory, for checks that read nothing else."""
-    return np.broadcast_to(np.zeros((), np.dtype(x.dtype)), x.shape)
 
 
 def _check_dtype(q: Array) -> None:
