@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from cupy_backend.device import HostDevice
 from refimpl.layout import PackedLayout
 from refimpl.lengths import document_sets
 from refimpl.partition import Policy, padded_for
@@ -63,3 +64,19 @@ def device_offsets(layout):
 
 def blocks(count, threads=256):
     return max(1, -(-count // threads))
+
+
+class Recorder:
+    """A host device, with what its launches did."""
+
+    def __init__(self, **order):
+        self._device = HostDevice(**order)
+        self.launches = []
+
+    def __getattr__(self, name):
+        return getattr(self._device, name)
+
+    def launch(self, source, kernel, *args, **kwargs):
+        statistics = self._device.launch(source, kernel, *args, **kwargs)
+        self.launches.append((source, kernel, statistics))
+        return statistics

@@ -6,7 +6,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from kernel_cases import ORDERS, real_lengths
+from kernel_cases import ORDERS, Recorder, real_lengths
 
 from cupy_backend import attention_backward as backward
 from cupy_backend.attention_backward import attention_backward, rounded, varlen_attention_backward
@@ -39,22 +39,6 @@ LAYOUTS = {
     "one token": PackedLayout([0, 1]),
 }
 GRADIENTS = ("dq", "dk", "dv")
-
-
-class Recorder:
-    """A host device, with what its launches did."""
-
-    def __init__(self, **order):
-        self._device = HostDevice(**order)
-        self.launches = []
-
-    def __getattr__(self, name):
-        return getattr(self._device, name)
-
-    def launch(self, source, kernel, *args, **kwargs):
-        statistics = self._device.launch(source, kernel, *args, **kwargs)
-        self.launches.append((source, kernel, statistics))
-        return statistics
 
 
 @dataclass(frozen=True)

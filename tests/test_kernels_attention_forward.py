@@ -5,7 +5,7 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 import pytest
-from kernel_cases import ORDERS, real_lengths
+from kernel_cases import ORDERS, Recorder, real_lengths
 
 from cupy_backend import attention
 from cupy_backend.attention import attention_forward, build_for, varlen_attention_forward
@@ -28,22 +28,6 @@ MASKS = [
     AttentionMask(causal=False, window=(0, 70)),
 ]
 LENGTHS = [5, 0, 150, 33, 1]
-
-
-class Recorder:
-    """The host device, with what its launches did."""
-
-    def __init__(self, **order):
-        self._device = HostDevice(**order)
-        self.launches = []
-
-    def __getattr__(self, name):
-        return getattr(self._device, name)
-
-    def launch(self, source, kernel, *args, **kwargs):
-        statistics = self._device.launch(source, kernel, *args, **kwargs)
-        self.launches.append((source, kernel, statistics))
-        return statistics
 
 
 def layouts():
